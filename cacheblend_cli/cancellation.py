@@ -1,4 +1,4 @@
-"""Cancellation of work in another thread or process, when nobody waits for its result any more."""
+"""Cancellation of work in another thread or process whose result is no longer needed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ def since_process_start(moment: float | None = None) -> float:
 
 @cache
 def _started() -> float:
-    """Return the `perf_counter` value at process start, or at the import of this module if the kernel does not tell."""
+    """Return the `perf_counter` value at process start, or at the import of this module if the kernel does not report
+    it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

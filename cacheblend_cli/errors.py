@@ -90,7 +90,7 @@ class QueueFull(CacheBlendError):
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(
-            f"{waiting} questions wait already", f"ask again in about {max(1, round(retry_after_s))} seconds"
+            f"{waiting} questions are already waiting", f"ask again in about {max(1, round(retry_after_s))} seconds"
         )
         self.retry_after_s = retry_after_s
 

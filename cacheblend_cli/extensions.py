@@ -1,6 +1,7 @@
 """Extensions that other distributions install, found by their entry points (docs/extending.md).
 
-Names of this distribution come first. Only another name is looked up, and only the extension named is imported.
+Names of this distribution come first. Entry points are looked up only for other names, and only the named extension is
+imported.
 """
 
 from __future__ import annotations

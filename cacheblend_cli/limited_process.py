@@ -78,7 +78,7 @@ class LimitedProcess:
     def stream(self, message: bytes, cancellation: Cancellation | None = None) -> Iterator[bytes]:
         """Yield the answers to a message. A cancellation kills the process. Raises ProcessEnded, Cancelled.
 
-        Until the last one, the process takes no other message; leaving the iterator before ends the process.
+        Until the last answer, the process takes no other message; leaving the iterator early ends the process.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:  # killed while it waited
@@ -219,7 +219,8 @@ def serve(answer: Callable[[bytes], bytes | Iterable[bytes]]) -> None:
 @contextmanager
 def _ended_with_caller() -> Iterator[None]:
     """End this process when the caller's end of stdin closes, even inside C code: SIGIO, which the kernel then sends,
-    terminates a process that does not handle it. Only while nothing can arrive on stdin, since that sends it too."""
+    terminates a process that does not handle it. Use it only while no input can arrive on stdin, which also raises
+    SIGIO."""
     if not hasattr(os, "O_ASYNC"):
         yield
         return

@@ -34,7 +34,7 @@ def _setting(
 ) -> Any:  # fmt: skip
     """Return a dataclass field with the metadata of its flag.
 
-    shown: text for the default in --help. False hides it; True shows the value unless it is empty or off.
+    shown: default in --help: a text, False to hide it, True to show the value unless it is empty or off.
     flag: names of the flag if they differ from the field's, such as "--top-k -k".
     least, most: bounds of a number, if nothing else checks them. choices: all values of a setting that is a name.
     """
@@ -105,7 +105,7 @@ class Settings:
     selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")
     deviation: str = _setting("k", "Tensors that hkvd compares: v, k or kv.", choices=("v", "k", "kv"))
     check_layer: int = _setting(1, "Layer at which hkvd chooses tokens.")
-    block: int = _setting(1, "Choose runs of this many tokens.")
+    block: int = _setting(1, "Recompute runs of N tokens instead of single ones.")
     gradual: str = _setting("", "Several check layers with decreasing ratios, such as 1:0.3,4:0.15.")
     probe_layers: str = _setting("", "Layers that query observes: FIRST-LAST.", shown="the middle half")
     correction: str = _setting(
@@ -150,7 +150,7 @@ class Settings:
     )
     retrieve: bool = _setting(
         True,
-        "In serve, answer chats without documents, chunks or search from the stored documents.",
+        "Search the store when a chat names no documents, chunks or search (serve).",
         flag="--retrieve/--no-retrieve",
     )
     allow_origin: tuple[str, ...] = _setting(
@@ -378,7 +378,7 @@ def read_settings(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def risky_settings(values: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return which of these settings a project in this folder may set only if it is trusted."""
+    """Return those of the settings that a project in this folder may set only if it is trusted."""
 
     def is_harmless(name: str, value: Any) -> bool:
         if name == "prompt":  # a file, which has to be inside the project
@@ -477,7 +477,7 @@ def _check_bounds(name: str, value: float, place: str, shown: str) -> None:
 
 
 def _example(name: str, place: str) -> str:
-    """Return a hint with a right value, in the form of the place where the wrong one stands."""
+    """Return a hint with a valid value, in the form of the place that has the wrong one."""
     kind, default = _FIELDS[name], _EXAMPLES.get(name, getattr(Settings(), name))
     value = str(default).lower() if kind is bool else f'"{default}"' if kind is str else f"{default:g}"
     if place == "flag":

@@ -2,8 +2,8 @@
 they may not choose a model, a store or where data is sent.
 
 The record is in the user's data directory, where no checkout can write: a digest of each trusted cacheblend.toml, and
-a secret. A `.cacheblend` that was made on this machine by this user holds a stamp, which is computed from the secret;
-its owner alone says nothing, because `git clone` makes the victim the owner.
+a secret. A `.cacheblend` that was made on this machine by this user holds a stamp computed from the secret. Its owner
+proves nothing, because `git clone` makes the victim the owner.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def trust(file: Path, content: bytes) -> None:
 
 
 def distrust(file: Path) -> None:
-    """Trust a settings file no longer. Raises OSError."""
+    """Stop trusting a settings file. Raises OSError."""
     record = _record()
     if record.pop(os.path.realpath(file), None) is not None:
         _keep(record)
@@ -52,7 +52,7 @@ def project_folder() -> Path | None:
 
 
 def has_store(folder: Path) -> bool:
-    """Return whether there is a store in a `.cacheblend`; a directory with a server's socket alone is none."""
+    """Return whether a `.cacheblend` has a store; a directory with only a server's socket is not one."""
     return os.path.lexists(folder / STORE / "data.mdb") or (folder / STORE).is_symlink()
 
 

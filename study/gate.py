@@ -59,7 +59,7 @@ def answer(engine: Engine, request: Request, full: Prefilled, question: int) -> 
     logits = list[Tensor]()
     done = engine.hold_prefill(request, headroom=request.sampling.max_tokens)
     try:
-        ids = done.answer(request.sampling, see=lambda row: logits.append(row.clone())).token_ids
+        ids = done.answer(request.sampling, on_logits=lambda row: logits.append(row.clone())).token_ids
     finally:
         done.sequence.release()
     ours, theirs = torch.stack(logits), full.predict(ids)

@@ -15,7 +15,7 @@ SOURCES = [
 
 
 def test_no_code_from_data() -> None:
-    """What the linter's rules (eval, exec, pickle, torch.load, numpy.load) do not see."""
+    """Covers what the linter's rules (eval, exec, pickle, torch.load, numpy.load) miss."""
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         if "trust_remote_code" not in text and "allow_pickle" not in text:
@@ -36,7 +36,7 @@ def test_store_and_kernels_folders_are_not_importable(tmp_path: Path) -> None:
 
 
 def test_engine_is_the_only_door() -> None:
-    """What the import contracts do not see: an attribute that leads into the engine's rooms."""
+    """Covers what the import contracts miss: attributes that lead into the engine's modules."""
     for room in ("cli", "server", "evaluation"):
         paths = list((ROOT / "cacheblend_cli" / room).rglob("*.py"))
         assert paths

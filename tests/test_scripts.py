@@ -1,4 +1,4 @@
-"""Benchmarks and tools, which the suite mostly does not run: what they take from the packages is there."""
+"""Names that benchmarks and tools import exist; the suite runs few of these scripts."""
 
 from __future__ import annotations
 

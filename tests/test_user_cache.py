@@ -1,4 +1,4 @@
-"""Small files of the user's cache: whole, private, and the same for all processes."""
+"""Small files of the user's cache: complete, private, and the same for all processes."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def _graphs(bench: Bench, length: int) -> tuple[float, float]:
         done = bench.prefill(bench.request(length, BlendParams(mode="full")), num_tokens)
         params, logits = SamplingParams(max_tokens=num_tokens, ignore_eos=True), list[Tensor]()
         tokens = done.answer(
-            params, runner=runner, see=lambda row, to=logits: to.append(row.flatten().clone())
+            params, runner=runner, on_logits=lambda row, to=logits: to.append(row.flatten().clone())
         ).token_ids
         answers.append((tokens, logits))
         done.sequence.release()

@@ -102,8 +102,8 @@ class Regression:
 
     @cached_property
     def _rows(self) -> tuple[Regressed, tuple[CosSin, ...]]:
-        """The rows that a backend's own regression takes, and cos and sin of each RoPE. Made in the first corrected
-        layer, when a GPU has the layer before it to compute."""
+        """Return the rows for a backend's own regression, and cos and sin of each RoPE. Built in the first corrected
+        layer, while a GPU still computes the layer before it."""
         prompt, every, repaired = self._given
         rows = prompt.rows(every.positions)
         return _regressed(every, repaired, rows), rows.rotations
@@ -119,7 +119,7 @@ def _prior() -> RegressionPrior:
 
 
 def _regressed(every: Candidates, repaired: Candidates, rows: Rows) -> Regressed:
-    """Return the rows that a backend's own regression takes. rows: those of `every`. Does not wait for the device."""
+    """Return the rows for a backend's own regression. rows: rows of `every`. Does not wait for the device."""
     device, lengths = every.positions.device, every.lengths
     starts = upload([0, *accumulate(lengths)], device, torch.int32)
     known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)

@@ -87,7 +87,7 @@ def check_names(params: BlendParams) -> Selector:
 
 
 def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile: int = 1) -> BlendPolicy:
-    """Return the policy for a model of num_layers. row_tile: see `row_tile_of`.
+    """Return the policy for a model with num_layers layers. row_tile: see `row_tile_of`.
 
     Raises UsageError for an unknown name, and for a check layer that the model does not have."""
     checks, selector = params.checks or ((params.check_layer, params.ratio),), check_names(params)

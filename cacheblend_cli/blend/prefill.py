@@ -2,7 +2,7 @@
 
 | status      | layers                 | does                                                                  |
 |-------------|------------------------|-----------------------------------------------------------------------|
-| PREFILL     | before the check layer | all rows; at layer 0 cached rows project Q only, their K and V stand  |
+| PREFILL     | before the check layer | all rows; at layer 0 cached rows project Q only, and keep their K, V  |
 | CHECK       | the check layer(s)     | fresh K, V for all rows; score; choose; then chosen rows + fresh rows |
 | AFTER_CHECK | the rest               | the chosen rows: fresh K and V overwrite their slots, they attend     |
 | DECODE      | generation             | one row a sequence (`forward`)                                        |

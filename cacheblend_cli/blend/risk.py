@@ -35,7 +35,7 @@ class RiskFit:
     differing: int  # answers that differ from a full prefill's
 
     def of_tokens(self, signals: Tensor) -> Tensor:
-        """Return for each token the probability that a full prefill prefers another one, [num_tokens] fp64. signals:
+        """Return, for each token, the probability that a full prefill prefers another one, [num_tokens] fp64. signals:
         see `signals_of`."""
         return torch.sigmoid(signals @ torch.tensor(self.weights, dtype=torch.float64) + self.bias)
 
@@ -59,8 +59,8 @@ class RiskFile:
 
     @classmethod
     def of(cls, collection: Collection, contexts: Sequence[str], blend: BlendParams) -> RiskFile:
-        """Return the file for the collection's model and codec, the chunks' contexts and the blend settings: all of
-        these but the seed and the limit."""
+        """Return the file for the collection's model and codec, the chunks' contexts and the blend settings (except
+        seed and limit)."""
         policy = {name: value for name, value in asdict(blend).items() if name not in ("seed", "max_risk")}
         identity = json.dumps(
             [FORMAT, collection.model.fingerprint, collection.codec, sorted(contexts), policy], sort_keys=True

@@ -1,4 +1,4 @@
-"""cacheblend ask: a question over stored chunks, or with --batch many, whose answers can be kept to resume from."""
+"""cacheblend ask: a question over stored chunks, or a resumable batch of questions."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def ask(
     source: options.Source = None,
     everywhere: options.Everywhere = False,
     stop: list[str] | None = options.answer_option(None, help="End the answer before this text (repeatable)."),
-    logprobs: int | None = options.answer_option(None, help="Report this many alternatives a token (--json)."),
+    logprobs: int | None = options.answer_option(None, help="Report this many alternatives per token (--json)."),
     batch: Path | None = Option(
         None,
         help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin. Prints JSON lines, on a terminal text.',
@@ -165,7 +165,11 @@ def ask(
         None, help="Save the answers of --batch in this JSON lines file, and skip those it has."
     ),
     verify: bool = Option(False, "--verify", help="Compare the answer with a full prefill's."),
-    confirm: bool = Option(False, "--confirm", help="Answer, then correct by a full prefill; exit code 6 if changed."),
+    confirm: bool = Option(
+        False,
+        "--confirm",
+        help="Stream a draft, then replace it by the full prefill's answer if they differ (exit code 6).",
+    ),
     explain: bool = Option(False, "--explain", help="Show what was reused and recomputed: chunks, layers, tokens."),
     html: Path | None = Option(None, help="Write the answer and its sources as a web page."),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be loaded and computed."),
@@ -225,7 +229,7 @@ def ask(
 
 
 def _check_files(*, html: Path | None, resume: Path | None, batch: Path | None, dry_run: bool) -> None:
-    """Raises UsageError for --html and --resume with what they do not go with, and for an unknown directory."""
+    """Raises UsageError if --html or --resume conflicts with another flag, and for an unknown directory."""
     if html is not None and (batch or dry_run):
         raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
     if html is not None and not html.parent.is_dir():
@@ -247,8 +251,8 @@ def _sampling(
 def _read(
     question: str | None, chunks: str | None, batch: Path | None, output: Output, *, searches: bool
 ) -> tuple[list[QuestionInput], str | None]:
-    """Return the questions, and the document that is piped beside a question: it is answered from that document alone,
-    unless it `searches` stored ones too."""
+    """Return the questions, and the document that is piped beside a question. The answer uses that document only,
+    unless `searches`."""
     questions, document = read_questions(question, chunks, batch), None
     if question not in (None, "-") and chunks != "-":
         document = piped_text(output.note, output.warn)

@@ -150,8 +150,8 @@ class AskSession:
             self._output.note(text)
 
     def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:
-        """Return the answer with the chunks of the document cited as STDIN, also those that the store has from
-        elsewhere."""
+        """Return the answer with all chunks of the document cited as STDIN, even if the store has them from another
+        document."""
         if not self._documents:
             return result
         named = {key.hex() for key in ask_request.keys}

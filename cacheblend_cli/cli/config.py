@@ -38,9 +38,9 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and ch
 
 
 Key = Annotated[str, Argument(help="Name of a setting (see config show).")]
-User = Annotated[bool, Option("--user", help="Edit the user's file, which holds in all folders.")]
+User = Annotated[bool, Option("--user", help="Edit the user's file, which applies in all folders.")]
 Project = Annotated[
-    bool, Option("--project", help="Edit the project's file; outside a project, make this folder one by creating it.")
+    bool, Option("--project", help="Edit the project's file; outside a project, create it in this folder.")
 ]
 
 
@@ -52,8 +52,8 @@ def show(
 ) -> None:
     """Show settings and their origins.
 
-    Shows common settings and those that are set. The origin of a value is a flag, an environment variable, a file or
-    the default. --json shows every setting.
+    Shows common settings, and settings that are set. The origin of a value is a flag, an environment variable, a file
+    or the default. --json shows every setting.
     """
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
@@ -106,7 +106,7 @@ def set_(
 ) -> None:
     """Set a setting in the project's cacheblend.toml.
 
-    Outside a project, set it in the user's file, which holds in all folders. A project is the nearest folder upwards
+    Outside a project, set it in the user's file, which applies in all folders. A project is the nearest folder upwards
     with a cacheblend.toml or .git. The file is created if there is none.
     """
     from tomlkit import dumps
@@ -208,7 +208,8 @@ def read_document(file: Path) -> TOMLDocument:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace the file atomically. Trust a project's file if nothing in it was ignored before: the user wrote the rest.
+    """Replace the file atomically. Trust a project's file if none of its settings were ignored: the user wrote the
+    rest.
 
     Raises UsageError if it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Ask before many documents are deleted, and say how the disk gets their space back."""
+"""Ask before deleting many documents, and say how to free their space."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifes
     what = ", ".join(amounts)
     agreed = yes_or_no(f"delete {what}?", output)
     if agreed is None:
-        raise UsageError(f"nothing was deleted: {what} would go, and there is no terminal to ask on", "add --yes")
+        raise UsageError(
+            f"nothing was deleted: {what} would be deleted, and there is no terminal for a confirmation", "add --yes"
+        )
     if not agreed:
         raise UsageError("nothing was deleted")
 
 
 def free_bytes(store: ChunkStore) -> int:
-    """Return the bytes that compacting the store's file gives back."""
+    """Return the bytes that compacting the store's file would free."""
     with store.read() as reader:
         return reader.pages.free_bytes
 

@@ -156,7 +156,7 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
 
 
 def _ratio_line(case: DemoCase, run: Demo) -> str:
-    """Return which ratio was used, and where it comes from."""
+    """Describe the ratio used and its source."""
     from cacheblend_cli.evaluation.demo_run import BLENDED
 
     blend = run.settings[BLENDED]

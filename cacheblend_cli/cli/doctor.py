@@ -110,8 +110,8 @@ def _why_no_cuda() -> str:
 
 
 def _backends(settings: Any) -> dict[str, Any]:
-    """Return which attention backends run on the device, and why others do not. xformers, which takes seconds to
-    import, is tried only if selected."""
+    """Return the attention backends that run on the device, and the reasons why others do not. xformers, which takes
+    seconds to import, is tried only if selected."""
     from cacheblend_kernels import BACKENDS, compiled, missing_for, select_backend
 
     from cacheblend_cli.model.device import resolve_device

@@ -1,4 +1,4 @@
-"""The engines that commands ask: a running one, without loading a model or importing torch, or one in this process."""
+"""Engines for commands: a running one, without loading a model or importing torch, or one in this process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WarmEngine:
 def search_warm(
     settings: Settings, query: str, params: SearchParams, note: Callable[[str], None]
 ) -> tuple[SearchResult, str] | None:
-    """Search with any engine over this store. Return the result and a note of which engine, None if none runs."""
+    """Search with any engine over this store. Return the result and a note naming the engine, None if none runs."""
     for path in sockets_of(settings):
         client = Client(path)
         if client.speaks_this_version:
@@ -100,7 +100,7 @@ class LocalEngine:
         return self._engine.is_lost
 
     def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
-        """Resolve the request, and return its events. After `serve` it is queued, otherwise computed as they are
+        """Resolve the request, and return its events. After `serve` it is queued, otherwise computed as the events are
         read."""
         request = self._engine.resolve(self._store, ask, self._note)
         return self._told(request, self._engine.events(request))

@@ -52,11 +52,14 @@ def evaluate(
     settings: Settings,
     data: list[Path] = Argument(help="JSON or JSON lines of questions; - is stdin."),
     mode: list[str] | None = Option(
-        None, help="blend, full or reuse (repeatable).", show_default="blend, full and reuse"
+        None, help="Mode to measure: blend, full or reuse (repeatable).", show_default="blend, full and reuse"
     ),
     selector: list[str] | None = Option(None, help="Selector (repeatable).", show_default="as ask"),
     ratio: list[str] | None = Option(
-        None, help="Ratio, or model or auto as in ask (repeatable).", metavar="X|WORD", show_default="as ask"
+        None,
+        help="Recompute ratio to measure, or model or auto as in ask (repeatable).",
+        metavar="X|WORD",
+        show_default="as ask",
     ),
     context: list[str] | None = Option(
         None, help="Left context of chunks: sink, document or neighbours (repeatable).", show_default="document"

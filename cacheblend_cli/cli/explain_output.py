@@ -1,4 +1,4 @@
-"""Show `ask --explain`: how the KV of chunks, layers and tokens came to be."""
+"""Show `ask --explain`: the origin of the KV of chunks, layers and tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _describe_chunk(chunk: ChunkUse) -> str:
 
 
 def layer_lines(answer: Answer) -> list[str]:
-    """Describe what the layers computed, one line for neighbouring layers that did the same."""
+    """Describe the work of layers, one line for adjacent layers with the same work."""
     same = [list(group) for _, group in groupby(answer.layers, key=lambda r: (r.status, r.rows, r.fresh))]
     lines = []
     for group, after in zip_longest(same, same[1:]):

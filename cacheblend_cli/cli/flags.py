@@ -1,4 +1,4 @@
-"""Settings that are flags of a command, and where to set the others."""
+"""Settings as flags of commands, and where to set the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
-    """Return an error that says where the setting of a flag that a command does not take is set; None for another flag.
+    """Return an error that says where to set a setting that is not a flag of this command; None for other flags.
 
     args: of the command line, with the flag and its value.
     """

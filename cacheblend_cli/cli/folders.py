@@ -63,9 +63,7 @@ Ocr = Annotated[
 FilesFrom = Annotated[
     str | None, Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-")
 ]
-Verbose = Annotated[
-    bool, Option("--verbose", "-v", help="List every skipped file, and all that is left out of documents.")
-]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="List every skipped file, and all omissions of documents.")]
 _WARNED = 10
 _HINTS = {
     "links out of the folder": "name them, or --follow",
@@ -149,7 +147,7 @@ class SkippedFiles:
 
 
 def _hint(group: str) -> str:
-    """Return how to read the files of a group, or why they cannot be read; "" if the group says it."""
+    """Return how to read the files of a group, or why that is impossible; "" if the group's name says so."""
     from cacheblend_cli.corpus.walk import reason_of_suffix
 
     if group.startswith("."):
@@ -181,8 +179,8 @@ def check_files(
 ) -> None:
     """Raise NotFoundError for a missing path, and UsageError if there is no file to read, before torch is imported.
 
-    Paths that the store knows are not looked at: the store has their selection, and documents that are gone. Without
-    paths, there has to be a store, which remembers some.
+    Paths known to the store are not checked: the store has their selection and their deleted documents. Without paths,
+    the store must exist and remember some.
     """
     from cacheblend_cli.corpus.documents import check_paths, find_files
     from cacheblend_cli.corpus.walk import ALL

@@ -39,7 +39,7 @@ class Command(TyperCommand):
         return found
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises UsageError for the flag of a setting that this command does not take."""
+        """Raises UsageError if a setting is not a flag of this command."""
         given = list(args)  # the parser empties it
         try:
             return super().parse_args(ctx, args)

@@ -30,8 +30,8 @@ def init(
 ) -> None:
     """Recommend a model that fits this machine and write it to ./cacheblend.toml.
 
-    Looks at memory, cores and GPU. A model that is not on this machine is not written: the best one that is here is,
-    and the command that downloads the recommended one is printed. Other settings in the file stay.
+    Looks at memory, cores and GPU. Only a model that is on this machine is written: the best one, with the command to
+    download the recommended model. Other settings in the file stay.
     """
     from tomlkit import dumps
 

@@ -50,7 +50,8 @@ def read_questions(question: str | None, chunks: str | None, batch: Path | None)
 
 
 def _question(question: str | None, chunks: str | None) -> str:
-    """Return the question, which is read from stdin if it is "-", or missing while stdin is a pipe for nothing else."""
+    """Return the question, read from stdin if it is "-", or if it is missing and stdin is a pipe without another
+    use."""
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
     if question == "-" or (question is None and is_piped and chunks != "-"):
         text = read_stdin("the question").strip()

@@ -24,8 +24,8 @@ def handle_interrupts() -> None:
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, or end the process while a module is imported.
 
-    An extension module that is being imported may ignore an exception, replace it or abort: torch and numpy do. Until
-    the import is done, nothing is lost that was not committed.
+    An extension module that is being imported may ignore an exception, replace it or abort, as torch and numpy do.
+    Ending the process during an import loses no data.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

@@ -112,7 +112,7 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _cpus_are_short(stat: str = "/proc/stat") -> bool:
-    """Return whether other processes use the CPUs of this process; also True if unknown, or under a CPU quota."""
+    """Return whether other processes compete for this process's CPUs; True also if unknown, or under a CPU quota."""
     try:
         others = min(_running_threads(stat) for _ in range(3)) - 1  # ignore short-lived threads
         own, count = len(os.sched_getaffinity(0)), os.cpu_count() or 1

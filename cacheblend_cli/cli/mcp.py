@@ -19,9 +19,7 @@ def mcp(
     url: str | None = Option(
         None, help=f"Use this server; {API_KEY_VARIABLE} is its API key.", show_default="the store's engine"
     ),
-    idle_exit: float = Option(
-        3600.0, min=0, help="Seconds without a question after which an engine that this command started ends."
-    ),
+    idle_exit: float = Option(3600.0, min=0, help="Stop the engine this command started after this many idle seconds."),
 ) -> None:
     """Serve the Model Context Protocol on stdin and stdout: search, ask, add_document, list_documents, and documents'
     texts.

@@ -36,8 +36,8 @@ def ls(
 ) -> None:
     """List the models on this machine.
 
-    These are smollm2, handbook, those in the hub's cache, and GGUF files and checkpoints in a folder. The default is
-    the model that is used without --model.
+    Lists smollm2, handbook, models in the hub's cache, and GGUF files and checkpoints in a folder. The default is the
+    model used without --model.
     """
     from cacheblend_cli.model.named import NOTES, SMOLLM2
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
@@ -66,7 +66,7 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    Downloads only the files that are read, into the hub's cache, and prints the path. Run it again to continue after an
+    Downloads only the needed files into the hub's cache, and prints the path. Run it again to continue after an
     interruption. --model takes the same name.
     """
     from huggingface_hub.utils import disable_progress_bars
@@ -93,7 +93,7 @@ def pull(
 def show(settings: Settings, model: Model, json: options.Json = False) -> None:
     """Describe a model.
 
-    Shows family, layers, KV per token, context and dtype, and what is missing or not implemented.
+    Shows family, layers, KV per token, context, dtype, and missing or unsupported features.
     """
     output = Output()
     facts = _facts(model, output, settings)
@@ -134,8 +134,8 @@ def check(
     quantised weights as they were read here.
 
     Then blending is compared with full prefill on stored chunks at rising ratios, with and without a correction, with
-    general questions or those of --questions. The smallest ratio within --kl-mean and --kl-p90, by a margin, is stored
-    for this model, dtype, KV codec and prompt; --ratio model, the default, uses it.
+    general questions or your --questions. The smallest ratio within --kl-mean and --kl-p90, by a margin, is stored for
+    this model, dtype, KV codec and prompt; --ratio model, the default, uses it.
     """
     from cacheblend_cli.evaluation.samples import read_samples
 
@@ -300,7 +300,7 @@ def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
 def _heads(spec: ModelSpec) -> str:
     if (latent := spec.latent) is not None:
         return (
-            f"{spec.num_heads} for queries; of K and V a latent of {latent.rank} and a position key of {spec.head_dim}"
+            f"{spec.num_heads} for queries; K and V are a latent of {latent.rank} and a position key of {spec.head_dim}"
         )
     each = dict.fromkeys(spec.heads_of(layer) for layer in range(spec.num_kv_layers))
     return "; ".join(f"{spec.num_heads} for queries, {heads} for K and V, of {dim}" for heads, dim in each)

@@ -137,7 +137,7 @@ ENGINE = ("store", *IDENTITY)
 
 
 def flags_of(resolved: Resolved, names: Sequence[str]) -> list[str]:
-    """Return the command line flags for those of the named settings that were given as flags."""
+    """Return the command-line flags of the named settings that were given as flags."""
     found: list[str] = []
     for name in (name for name, origin in resolved.origin.items() if origin == "flag" and name in names):
         flag, value = (

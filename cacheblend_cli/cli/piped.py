@@ -1,8 +1,7 @@
 """Text that is piped or redirected to `ask` beside a question: `cat notes.md | cacheblend ask "..."`.
 
-A command that has its question as an argument often inherits a stdin that is not meant for it: a terminal, the rest of
-a `while read` loop's input, the script that a shell is reading, a pipe that nobody writes to or closes. Such a stdin is
-left alone:
+A command with its question as an argument often inherits a stdin meant for something else: a terminal, the rest of a
+`while read` loop's input, the script that a shell is reading, a pipe without a writer. Such a stdin is left alone:
 
 - Only a regular file that is not at its end, a pipe and a socket are read.
 - Stdin belongs to the calling process if that has the same one. Programs that only start others, such as `timeout`,
@@ -37,8 +36,8 @@ _STARTERS = frozenset(
 def piped_text(note: Callable[[str], None], warn: Callable[[str], None]) -> str | None:
     """Return the text on stdin, None if there is none or it is not for this command.
 
-    note, warn: called with why stdin is not read, if it may have a text. Raises UsageError for text that is not UTF-8
-    or too long.
+    note, warn: called with the reason for not reading stdin, if it may have a text. Raises UsageError for text that is
+    not UTF-8 or too long.
     """
     if (data := _piped_bytes(note, warn)) is None:
         return None
@@ -50,7 +49,7 @@ def piped_text(note: Callable[[str], None], warn: Callable[[str], None]) -> str 
 
 @contextmanager
 def in_prompt(text: str | None) -> Iterator[None]:
-    """Add what to do with a piped text that does not fit the prompt."""
+    """Add a hint for a piped text that does not fit the prompt."""
     try:
         yield
     except PromptTooLong as error:

@@ -75,7 +75,7 @@ def precompute(
     verify_files: bool = Option(
         False,
         "--verify-files",
-        help="Read every file, also those whose size, times and inode are unchanged since the last run.",
+        help="Read every file, even if size, times and inode are unchanged since the last run.",
     ),
     collector: str | None = options.machine_option(
         None,
@@ -150,8 +150,8 @@ def precompute(
 
 
 def _given(resolved: Resolved, *, has_paths: bool) -> dict[str, Any]:
-    """Return the settings that replace remembered ones. Without PATH these are flags only: a configuration file applies
-    to new documents."""
+    """Return the settings that replace remembered ones. Without PATH, only flags do: a configuration file applies to
+    new documents."""
     origin = {name: resolved.origin[name] for name in _REMEMBERED}
     names = [name for name, its in origin.items() if its == "flag" or (has_paths and its != "default")]
     return {name: getattr(resolved.settings, name) for name in names}
@@ -287,8 +287,8 @@ class _View:
         return agreed
 
     def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
-        """Show what was stored in `place`. Raises UsageError for named files that were skipped, and if no document was
-        found."""
+        """Show the result of storing in `place`. Raises UsageError for named files that were skipped, and if no
+        document was found."""
         if report.documents or report.gone or self.json:
             _summary(report, self.output, place, dry_run, self.json)
         if not (report.unchanged or dry_run):
@@ -352,7 +352,8 @@ class _View:
 def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
     """Show how to measure the ratio of a model that was never checked.
 
-    num_chunks: those stored. A chunk gives one prompt at most, and a prompt of exact chunks alone does not count.
+    num_chunks: number of stored chunks. A chunk gives at most one prompt, and a prompt of only exact chunks does not
+    count.
     """
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.evaluation.profile import LEAST_PROMPTS

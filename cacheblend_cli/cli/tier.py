@@ -84,7 +84,7 @@ def pull(
 ) -> None:
     """Copy chunks and documents from a tier to the store. Digests and shapes are verified.
 
-    What the store has is kept, so an interrupted pull can be continued. Exits with 4 if an object was rejected; the
+    The store's own data is kept, so an interrupted pull can be continued. Exits with 4 if an object was rejected; the
     others are copied. Without --tier-key-file, everyone who can write to the tier is trusted.
     """
     output = Output(quiet=quiet)

@@ -15,14 +15,14 @@ from cacheblend_cli.settings import config_files, read_settings, risky_settings
 
 def trust(
     folder: Path = Argument(Path(), help="Folder of the project.", metavar="[DIR]", show_default=False),
-    remove: bool = Option(False, "--remove", help="Trust it no longer."),
+    remove: bool = Option(False, "--remove", help="Stop trusting it."),
     json: options.Json = False,
 ) -> None:
     """Accept the settings and the store that a project brings.
 
-    A project's cacheblend.toml may set the model, the store or a tier, and its .cacheblend may hold the store, only if
-    you trust them: they may have come with a checkout, and decide where your data goes. Shows what is accepted. If the
-    file changes, it has to be trusted again.
+    Only if you trust them, a project's cacheblend.toml may set the model, the store or a tier, and its .cacheblend may
+    hold the store: they may have come with a checkout, and decide where your data goes. Shows what is accepted. A
+    changed file must be trusted again.
     """
     output = Output()
     if not folder.is_dir():

@@ -27,7 +27,7 @@ Changes = Set[Any]
 def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list[str]:
     """Return the paths that the store remembers for this model and that exist.
 
-    Warns of each path that is gone while its documents are still stored: those of a renamed folder have moved with it.
+    Warns of each missing path with stored documents; documents of a renamed folder have moved with it.
     Raises NotFoundError if there is none, StoreNotFound without a store.
     """
     from cacheblend_cli.corpus.places import is_within, on_disk

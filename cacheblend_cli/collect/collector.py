@@ -56,10 +56,10 @@ class CollectedChunk(NamedTuple):
 
 
 class Collector:
-    """Collects chunks of one collection after its prefix, and is what writes their KV to a store.
+    """Collects chunks of one collection after its prefix, and writes their KV to a store.
 
-    With the first write the collection's record is kept, by which later runs and questions recognise its chunks. The
-    KV of the prefix is computed on first use.
+    The first write also stores the collection's record, by which later runs and questions recognise its chunks. The KV
+    of the prefix is computed on first use.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Collector:
         return set()
 
     def begin(self) -> None:
-        """Store the prefix's KV as a separate chunk, once, so that `ask` loads it instead of computing it. Damaged KV
-        is replaced. `store` begins with this."""
+        """Store the prefix's KV once as a separate chunk, so that `ask` loads it instead of computing it. Replaces
+        damaged KV. `store` calls this first."""
         _ = self._prefix_stored
 
     def store(
         self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
     ) -> Iterator[CollectedChunk]:
-        """Store the KV of chunks, each key once: what the store has in a finer codec is converted, what its tier has is
-        fetched, and the rest is computed. Yields each chunk once it is durable.
+        """Store the KV of chunks, each key once: convert KV stored in a finer codec, fetch KV from the tier, compute
+        the rest. Yields each chunk once it is durable.
 
         again: compute all of them. fetch: False not to wait for the tier. every_s: see `commit`. Raises StoreErrors,
         DeviceError.
@@ -200,19 +200,19 @@ class ClusterJob:
 
 
 class Cluster(Protocol):
-    """Computes KV elsewhere: made by a collector of another distribution from a ClusterJob."""
+    """Computes KV elsewhere. A collector of another distribution creates it from a ClusterJob."""
 
     workers: int
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
     def collector(self, collection: Collection, store: ChunkStore) -> Collector:
-        """Return what puts the KV of a collection's chunks to the tier, and their texts to the store."""
+        """Return the collector that writes KV of a collection's chunks to the tier, and their texts to the store."""
         ...
 
 
 def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[Tensor, Tensor]] | None:
-    """Return stored K and V of each layer in fp32; None if they are missing, damaged, or for different tokens."""
+    """Return stored K and V of each layer in fp32; None if they are missing, damaged, or belong to different tokens."""
     with store.read() as reader:
         manifest = reader.undamaged(key)
         if manifest is None or not manifest.has_kv or manifest.token_ids != planned.chunk.token_ids:

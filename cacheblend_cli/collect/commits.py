@@ -23,8 +23,8 @@ def commit(
     """Store the chunks. Yields each key and status once it is durable. Raises the errors of `ChunkStore.put_chunks`.
 
     Chunks wait until the last commit is every_s seconds old (up to five times that if commits are slow) or they reach
-    GROUP_BYTES. A slow computation so commits every chunk at once, and a fast one does not wait for the disk after
-    each.
+    GROUP_BYTES. So a slow computation commits every chunk at once, and a fast one does not wait for the disk after each
+    chunk.
 
     keep: keys of chunks that must not be evicted to make room. every_s: None for GROUP_SECONDS; 0 commits each chunk
     by itself.

@@ -1,4 +1,5 @@
-"""Encode collected KV on its device. On a GPU the bytes of a chunk come to the host while later chunks are computed."""
+"""Encode collected KV on its device. On a GPU, bytes of a chunk are copied to the host while later chunks are
+computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a precompute run reports: events while it runs, and the result."""
+"""Reports of a precompute run: events while it runs, and the result."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
     """Choose the chunks that get KV under a quota of max_bytes bytes; 0 = no quota.
 
     Records come first: of this run's chunks and documents, and of others. Then come stored KV and missing KV, in order,
-    while it fits. A repeated run so finds its own chunks again, and no KV is computed that would be evicted before its
+    while it fits. So a repeated run finds its own chunks again, and no KV is computed only to be evicted before its
     use. KV of other documents is evicted to make room.
     """
     if not max_bytes:

@@ -37,7 +37,7 @@ class Spool:
     def append(self, chunks: Iterable[Chunk]) -> ByteRange | None:
         """Write a document's chunks, all of which are read. Return None if there is no room.
 
-        What an error of their iterator leaves is overwritten by the next document.
+        If their iterator fails, the next document overwrites the partial data.
         """
         unread = iter(chunks)
         end: int | None = self._end

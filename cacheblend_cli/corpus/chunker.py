@@ -23,7 +23,7 @@ _Level = Callable[[str, int, int], Iterator[int]]
 def _after(
     separator: re.Pattern[str], text: str, start: int, end: int, follows: re.Pattern[str] | None = None
 ) -> Iterator[int]:
-    """Yield the ends of separators, and of the text. follows: what must come after a separator."""
+    """Yield the ends of separators, and of the text. follows: pattern that must match after a separator."""
     stop = start
     for match in separator.finditer(text, start, end):
         if follows is None or follows.match(text, match.end(), end):
@@ -82,8 +82,8 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
     """Yield chunks of at most max_tokens tokens; their texts joined are `text`. Megabytes of text take seconds.
 
     Whole paragraphs are packed while they fit. A chunk that is at least half full ends before a heading. A heading
-    stays with the text after it: if the paragraph does not fit with it, with as much of the paragraph as fits. In code,
-    whole functions and classes are packed. A single character of more than max_tokens tokens becomes its own chunk.
+    stays with the paragraph after it, or with as much of the paragraph as fits. In code, whole functions and classes
+    are packed. A single character of more than max_tokens tokens becomes its own chunk.
 
     encode: maps text to token ids, without special tokens.
     """
@@ -133,14 +133,14 @@ class _Pieces:
         return stop
 
     def reaching(self, position: int) -> int:
-        """Return the number of pieces up to the one that contains the position; of all, if it is behind the text."""
+        """Return the number of pieces up to the one that contains the position; all of them if it is after the text."""
         while self._starts[-1] <= position and (end := next(self._source, None)) is not None:
             self._starts.append(end)
         known = len(self._starts) - 1
         return self._first + min(bisect_right(self._starts, position), known)
 
     def start(self, number: int) -> int:
-        """Return where a piece starts and the one before it ends."""
+        """Return the start of a piece, which is the end of the one before."""
         return self._starts[number - self._first]
 
     def text(self, first: int, stop: int) -> str:
@@ -155,7 +155,7 @@ class _Pieces:
         return start in self._headings or _COMMENT.fullmatch(self._text, start, end) is not None
 
     def before_headings(self, first: int, stop: int) -> int:
-        """Return where the headings at the end of a run begin, else `stop`. Blanks after a heading belong to it, and
+        """Return the start of the headings at the end of a run, else `stop`. Blanks after a heading belong to it, and
         blanks at the start of the run."""
         begin = number = stop
         while number > first and (self.is_heading(number - 1) or self._is_blank(number - 1)):
@@ -286,7 +286,7 @@ def _before_title(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
 
 
 def _before_code(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
-    """Yield where the run's last definition begins if the run would cut it."""
+    """Yield the start of the run's last definition if the run would cut it."""
     if pieces.starts_indented(stop):
         yield from islice((n for n in _second_half(pieces, first, stop) if not pieces.starts_indented(n)), 1)
 

@@ -91,7 +91,7 @@ def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
 class _Heads:
     """Heads of one document's chunks: the document's title and the chunk's headings.
 
-    A head that is too long loses its outer titles; if that is not enough, the chunk gets no head.
+    A head that is too long loses its outer titles, or is left out.
     """
 
     def __init__(self, document: Document, outline: Outline, encode: Encode, cut: CutSettings) -> None:

@@ -225,7 +225,7 @@ def _trimmed(line: str) -> str:
 def _tokens(pattern: str, *, is_path: bool) -> Iterator[_Token]:
     """Yield the tokens of a pattern. Raises _NeverMatches.
 
-    git compares the text before the first wildcard, and then what is left: `**` is at the beginning of a segment there.
+    git compares the text before the first wildcard, then the rest, in which `**` counts as the beginning of a segment.
     """
     at, end = 0, len(pattern)
     first = next(i for i, c in enumerate(pattern) if c in _SPECIAL)

@@ -1,7 +1,7 @@
 """Rules of the ignore files of a folder and its parents.
 
-An ignore file may come from a stranger, so that only small regular files are read, and links only within the repository
-(or the named folder, outside of a repository).
+An ignore file may come from a stranger, so only small regular files are read, and links are followed only within the
+repository (outside of one: the named folder).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _SHOWN = 90  # maximum characters of a sentence
 
 
 class Searched(NamedTuple):
-    """Collections to search. Other tenants' are not read: neither scores nor times depend on them."""
+    """Collections to search. Other tenants' collections are not read, so neither scores nor times depend on them."""
 
     names: Sequence[str] | None = None  # None: all
 
@@ -208,8 +208,8 @@ def _words(text: str) -> Iterator[tuple[str, float]]:
 class ByWords:
     """Chunks with words of the query, by BM25 with the statistics of the searched collections.
 
-    FTS5's own bm25() counts the chunks of the whole index: the scores would tell a tenant which words others store.
-    terms: the query terms that occur in the collections.
+    FTS5's own bm25() counts the chunks of the whole index: its scores would reveal to a tenant which words others
+    store. terms: the query terms that occur in the collections.
     """
 
     def __init__(self, db: sqlite3.Connection, query: Query, searched: Searched) -> None:

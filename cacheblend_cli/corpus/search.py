@@ -286,7 +286,7 @@ def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str
 def found_elsewhere(
     store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None
 ) -> NotFoundError | None:
-    """Return an error that says where hits were excluded (by score or scope), or None if the whole store has none."""
+    """Return an error naming what excluded the hits (score or scope), or None if the whole store has none."""
     if lookup.min_score and (hits := search(store, query, replace(lookup, min_score=0.0), collections).hits):
         best = f"the best hit has a score of {hits[0].score:.4g}, below --min-score {lookup.min_score:g}"
         return NotFoundError(best, "lower --min-score; cacheblend search shows the scores")

@@ -108,8 +108,8 @@ def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
 
 
 def _create(path: Path) -> None:
-    """Create the file if it is missing. Raises StorePermission for a link, or if it is not a file of this user: SQLite
-    would write to what it leads to."""
+    """Create the file if it is missing. Raises StorePermission for a link or a file of another user: SQLite would write
+    to its target."""
     try:
         os.close(open_file(path, os.O_RDWR | os.O_CREAT, anywhere=True))
         check_files(*(path.with_name(f"{path.name}-{suffix}") for suffix in ("journal", "wal", "shm")), anywhere=True)

@@ -1,9 +1,9 @@
 """Pages about invented products, drawn from a seed, and questions about them: the demo's prompts for SmolLM2.
 
-The recipe: names, people, years, places, prices, weights and colours are drawn at random, each once a prompt: only the
-prompt has them. A page is a document and a chunk of some 200 tokens, whose KV is computed alone. All pages of a prompt
-have one form, as product sheets do, which makes them easy to mix up. A fact is written as a small model answers it,
-"The price of the Heron pump is 45 euros.", among sentences that say nothing about it.
+The recipe: names, people, years, places, prices, weights and colours are drawn at random, each once per prompt, so only
+the prompt has the answer. A page is a document and a chunk of some 200 tokens, whose KV is computed alone. All pages of
+a prompt have the same form, like product sheets, which makes them easy to confuse. A fact is written the way a small
+model answers it, "The price of the Heron pump is 45 euros.", among unrelated sentences.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PARAGRAPH = 2  # facts
 
 @dataclass(frozen=True)
 class RecordQuestion:
-    """wrong: names and values of the prompt's other pages, which a right answer does not have."""
+    """wrong: names and values of the prompt's other pages; a right answer contains none of them."""
 
     question: str
     answer: str
@@ -109,7 +109,7 @@ def _products(rng: random.Random) -> Iterator[_Product]:
 
 
 def _page(rng: random.Random, product: _Product) -> str:
-    """Return the page's facts in some order, each before a sentence about something else, in paragraphs."""
+    """Return a page: its facts in random order, each before an unrelated sentence, in paragraphs."""
     fields = rng.sample(list(_FACTS), len(_FACTS))
     sentences = [
         f"{_FACTS[field][0].format(product=product.full_name, value=product.values[field])} {other}"

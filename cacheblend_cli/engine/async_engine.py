@@ -216,8 +216,8 @@ class AsyncEngine:
         block_bytes = self._core.block_bytes
         return replace(
             self._core.counts,
-            running=len(scheduler.those(SequenceStatus.RUNNING)),
-            swapped=len(scheduler.those(SequenceStatus.SWAPPED)),
+            running=len(scheduler.with_status(SequenceStatus.RUNNING)),
+            swapped=len(scheduler.with_status(SequenceStatus.SWAPPED)),
             swap_bytes=scheduler.num_swapped * block_bytes,
             swap_space_bytes=scheduler.swap_blocks * block_bytes,
             pool_bytes=(allocator.num_free + allocator.num_used) * block_bytes,

@@ -1,5 +1,5 @@
-"""Choice of the decoder beside this engine's own (--decode-with, --decode-model). Looks for packages and files, and
-imports a decoder only where it may decode."""
+"""Choice of a second decoder (--decode-with, --decode-model). Looks for packages and files, and imports a decoder only
+if it may decode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXTRA, MODULES = "llama-cpp", ("xllamacpp", "llama_cpp")
 
 
 def llama_decoder(runtime: Runtime) -> LlamaDecoder | None:
-    """Return llama.cpp if it may decode. Raises what `llama_file` raises."""
+    """Return llama.cpp if it may decode. Raises the errors of `llama_file`."""
     file = llama_file(runtime.config, runtime.model)
     if file is None:
         return None
@@ -44,12 +44,12 @@ def llama_file(config: EngineConfig, model: LoadedModel) -> Path | None:
     elif model.decoder.rope.switches_at is not None:
         reason = "the model's RoPE depends on the length of the prompt", "leave --decode-with out"
     elif model.spec.latent is not None:
-        reason = "the model keeps latents (MLA), which llama.cpp lays out in another way", "leave --decode-with out"
+        reason = "the model keeps latents (MLA), which llama.cpp stores in another layout", "leave --decode-with out"
     if config.decode_with == "torch" or (config.decode_with == "auto" and reason is not None):
         return None
     if reason is not None:
         raise UsageError(f"--decode-with llama.cpp: {reason[0]}", reason[1])
     assert file is not None
     if not file.is_file():
-        raise NotFoundError(f"there is no file {file}", "check --decode-model")
+        raise NotFoundError(f"{file} does not exist", "check --decode-model")
     return file.resolve()

@@ -39,8 +39,8 @@ class Documents(EngineThread):
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run.
 
-        Unset options are those that the store remembers for the paths. confirm: called before documents are computed
-        again because of other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
+        Unset options are taken from the store's record of the paths. confirm: called before documents are computed
+        again because settings changed. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
         """
         from cacheblend_cli.collect.corpus_diff import Paths
         from cacheblend_cli.collect.precompute import precompute
@@ -96,7 +96,7 @@ class Documents(EngineThread):
         return Putting(self.collection(store, salt), store, document, self._collect_settings(), title, cancellation)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
-        """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
+        """Store documents, each (id, text), replacing documents with the same ids, and compute their KV now.
 
         Raises UsageError for an empty text, and StoreErrors.
         """

@@ -77,10 +77,10 @@ class Engine(Documents):
         """Load a model: a directory, a GGUF file, a Hugging Face id, "smollm2" or "handbook".
 
         settings: by the names of `cacheblend config show` (device, dtype, threads, ratio, max_tokens, ...); files and
-        environment variables are not read. model may also be an EngineConfig. progress: callback for what takes time;
-        notice: for what takes time once on a machine. Raises NotFoundError, UsageError or DeviceError.
+        environment variables are not read. model may also be an EngineConfig. progress: callback for messages about
+        slow steps; notice: for those that run once per machine. Raises NotFoundError, UsageError or DeviceError.
 
-        In a process that torchrun started as another rank than 0 this does not return: it serves rank 0 until that
+        In a process that torchrun started as a rank other than 0, this does not return: it serves rank 0 until rank 0
         ends, and exits. tensor_parallel=1 loads the whole model in every process.
         """
         if isinstance(model, EngineConfig):
@@ -125,8 +125,8 @@ class Engine(Documents):
         return answer_of(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
 
     def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
-        """Return a plan of the question without running it. Raises what `resolve` raises, and UsageError if it would be
-        refused."""
+        """Return a plan of the question without running it. Raises the errors of `resolve`, and UsageError if it would
+        be refused."""
         return self.plan_of(self.resolve(store, ask, say))
 
     def plan_of(self, request: Request) -> AskPlan:
@@ -158,8 +158,8 @@ class Engine(Documents):
         return own_blend(collection, blend, collection.codec)
 
     def explain(self, request: Request, answer: Answer) -> tuple[list[str], list[list[TokenUse]]]:
-        """Return what the request's options ask for beside the answer: notes on the model, and on differences between
-        the template's text and the decoded prompt; and the tokens of each chunk."""
+        """Return the request's optional reports: notes on the model and on differences between the template's text and
+        the decoded prompt; and the tokens of each chunk."""
         notes = [GENERIC_PATH] if request.options.explain and self.model.spec.generic else []
         if request.options.explain and request.store is not None:
             texts = [chunk.text for chunk in request.chunks]
@@ -189,7 +189,7 @@ class Engine(Documents):
     # many requests, in the engine's thread
 
     def outside_answer(self, sampling: SamplingParams, prompt_ids: list[int], on_event: OnEvent) -> SequenceOutput:
-        """Return the output of an answer whose tokens another engine draws (`drawn_outside`)."""
+        """Return the output for an answer whose tokens another engine draws (`drawn_outside`)."""
         return SequenceOutput(self.runtime, sampling, prompt_ids, on_event)
 
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
@@ -233,8 +233,8 @@ class Engine(Documents):
             yield from (event.text for event in events if isinstance(event, Text))
 
     def ask_many(self, questions: Iterable[str | AskRequest], **about: Any) -> list[Answer]:
-        """Return the answers in order. The requests are batched, and queued as the engine has room. Raises the error of
-        the first that fails, and cancels the others."""
+        """Return the answers in order. Requests are batched, and queued as the engine has room. Raises the error of the
+        first request that fails, and cancels the others."""
         answers, running = list[Answer](), deque[Future[Answer]]()
         try:
             for question in questions:

@@ -1,4 +1,4 @@
-"""Base of an engine: its model, its thread, which starts with the first request, and the store of its requests."""
+"""Base of an engine: its model, its thread (started by the first request), and the store of its requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FULL_S = 0.05  # between two attempts to queue a request
 
 
 class EngineThread:
-    """Base of Engine: facts about its model; starts its thread with the first request, and queues requests."""
+    """Base of Engine: describes its model, queues requests, and starts its thread with the first one."""
 
     def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
         """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
@@ -85,7 +85,7 @@ class EngineThread:
         return self.runtime.driver.is_lost
 
     def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
-        """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
+        """Call `act`, from any thread, when another rank is lost: waiting for that rank may never end."""
         self.runtime.driver.when_lost(act)
 
     def describe(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class EngineThread:
         """Return the events of a resolved request, Done last. Raises the error of a failed one.
 
         If the engine's thread runs, the request is queued now, and closing the iterator cancels it. Otherwise it is
-        computed as they are read, in this thread and a pool of the size that it needs. Missing chunks (without usable
+        computed while the events are read, in this thread and a pool of the needed size. Missing chunks (without usable
         KV) are stored after the answer if the store is writable. Used chunks are marked as such (`ChunkStore.touch`).
         Raises UsageError, DeviceError, StoreErrors, QueueFull.
         """
@@ -219,7 +219,7 @@ class EngineThread:
             self.runtime.driver.drop()
 
     def remove_files(self) -> None:
-        """Remove the temporary store's files, possibly in use, of a process that ends without `close`."""
+        """Remove the temporary store's files, even if in use, in a process that ends without `close`."""
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -235,7 +235,7 @@ class EngineThread:
         return self._temporary.enter_context(ChunkStore.open(folder, mode="write", force=True))  # wherever TMPDIR is
 
     def _started(self) -> AsyncEngine:
-        """Return the engine core's thread, started now if it does not run."""
+        """Return the engine core's thread; start it if it does not run."""
         with self._lock:
             if self._service is None:
                 self.use(self._given)
@@ -243,7 +243,7 @@ class EngineThread:
             return self._service
 
     def _latest(self) -> AsyncEngine:
-        """Return the engine core's thread; after `close` the last one, which refuses requests."""
+        """Return the engine core's thread; after `close`, the closed one, which refuses requests."""
         with self._lock:
             return self._service or self._closed or self._started()
 
@@ -266,7 +266,7 @@ def answer_of(events: Iterable[Event]) -> Answer:
 
 
 def _share(store: ChunkStore, settings: Settings) -> None:
-    """Give the store the tier of the settings, if they name one and it has none. Raises TierUsage, TierNotFound."""
+    """Attach the tier of the settings, if any, to a store without one. Raises TierUsage, TierNotFound."""
     if settings.tier and store.tier is None:
         from cacheblend_store.tier import SharedTier, open_tier
 

@@ -51,7 +51,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The end of a request that could not be answered."""
+    """The end of a failed request."""
 
     error: Exception  # CacheBlendError or StoreError, with message, hint and exit_code
 

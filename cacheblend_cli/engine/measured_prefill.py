@@ -53,18 +53,19 @@ class Prefilled(PrefillReport):
         *,
         given: int = 0,
         logits: Tensor | None = None,
-        see: Callable[[Tensor], None] | None = None,
+        on_logits: Callable[[Tensor], None] | None = None,
         runner: DecodeRunner | None = None,
     ) -> Generation:
-        """Decode an answer in an engine core, whatever decodes those of users. The sequence needs room for it.
+        """Decode an answer in an engine core, even if another engine decodes users' answers. The sequence needs room
+        for it.
 
-        given: leading answer tokens with KV written by `predict`. logits: fp32 [vocab_size] after these, None for those
-        after the prompt. see: callback for the logits of each token. runner: None for the engine's own.
+        given: leading answer tokens with KV written by `predict`. logits: fp32 [vocab_size] after these tokens; None:
+        after the prompt. on_logits: callback for the logits of each token. runner: None for the engine's own.
         """
         runtime, prompt_ids = self.runtime, self.plan.token_ids
         request = replace(self.request.in_full(), sampling=sampling)
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
-        output = SequenceOutput(runtime, sampling, prompt_ids, see=() if see is None else (see,))
+        output = SequenceOutput(runtime, sampling, prompt_ids, on_logits=() if on_logits is None else (on_logits,))
         view = SequenceView(self.pool, self.sequence.blocks)
         sequence = Sequence(state, 0, SequenceStatus.RUNNING, view, len(prompt_ids) + given, output=output)
         state.sequences = [sequence]

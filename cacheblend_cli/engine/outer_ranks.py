@@ -13,9 +13,9 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # of torchrun alone
 
 
 def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return (rank, number of ranks) if torchrun started this process, or another launcher that sets VARIABLES started
-    `tensor_parallel` processes; else None. tensor_parallel: the setting; 1: one process, 0: not set. Raises UsageError
-    if RANK or WORLD_SIZE is not a number."""
+    """Return (rank, number of ranks) if torchrun started this process, or if another launcher that sets VARIABLES
+    started `tensor_parallel` processes; else None. tensor_parallel: the setting; 1: one process, 0: not set. Raises
+    UsageError if RANK or WORLD_SIZE is not a number."""
     if tensor_parallel == 1 or not all(environment.get(name, "").strip() for name in VARIABLES):
         return None
     size = environment["WORLD_SIZE"].strip()
@@ -30,13 +30,13 @@ def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.enviro
 
 
 def num_ranks(tensor_parallel: int) -> int:
-    """Return the number of ranks of a model. Raises UsageError if torchrun has started another number."""
+    """Return the number of ranks of a model. Raises UsageError if torchrun started a different number."""
     outer = outer_ranks(tensor_parallel)
     if outer is None:
         return max(1, tensor_parallel)
     if tensor_parallel not in (0, outer[1]):
         raise UsageError(
-            f"torchrun has started {outer[1]} ranks, and --tensor-parallel is {tensor_parallel}",
-            "leave one of them out",
+            f"torchrun started {outer[1]} ranks, but --tensor-parallel is {tensor_parallel}",
+            "omit one of them",
         )
     return outer[1]

@@ -1,8 +1,7 @@
 """`--ratio model`: the smallest ratio at which blending was measured to be close to a full prefill
 (evaluation/profile.py).
 
-A small file in the user's cache directory for each model, with a profile for each dtype, codec, prompt and way to
-blend.
+Each model has a small file in the user's cache directory, with a profile per dtype, codec, prompt and way to blend.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Distance:
 
 @dataclass(frozen=True)
 class Profile:
-    """conditions: what it was measured under, by name. prompts: their number. kl_mean, kl_p90: limits of the mean and
-    of the 90th percentile. measured: by rising ratio; larger ratios than the chosen one are not measured."""
+    """conditions: conditions of the measurement, by name. prompts: number of prompts. kl_mean, kl_p90: limits of the
+    mean and of the 90th percentile. measured: results by rising ratio, up to the chosen one."""
 
     conditions: dict[str, str]
     prompts: int
@@ -58,7 +57,7 @@ class Profile:
 
     @property
     def choice(self) -> Distance | None:
-        """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be blended.
+        """The smallest ratio within both limits, with its better correction; None if no ratio is: do not blend.
 
         Users' questions differ from the measured ones: standard errors are added to the mean, and ratios below the
         default must be within BELOW_DEFAULT of the limits (study/own_ratio.md)."""
@@ -73,7 +72,7 @@ class Profile:
         return replace(blend, ratio=found.ratio, correction=found.correction)
 
     def __str__(self) -> str:
-        """Return how close the chosen ratio is, in words."""
+        """Describe how close the chosen ratio is."""
         found = self.choice
         if found is None:
             found = min(self.measured, key=lambda d: d.mean)
@@ -92,25 +91,25 @@ def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[s
 
 
 def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
-    """Return the codec of the chunks' stored KV, all of them if they differ; the collection's if none is stored."""
+    """Return the codec of the chunks' stored KV: all codecs if they differ, the collection's if none is stored."""
     found = {f"{c.codec} {c.computed_in}".strip() for c in chunks if c.cached and c.codec}
     return " and ".join(sorted(found)) or collection.codec
 
 
 def keep_profile(model: LoadedModel, profile: Profile) -> None:
-    """Remember it, in place of an earlier one of the same conditions."""
+    """Store the profile, replacing an earlier one with the same conditions."""
     path = profile_file(model.fingerprints["float32"])
     others = [p for p in read_profiles(path) if p.conditions != profile.conditions]
     user_cache.keep(path, json.dumps([asdict(p) for p in (*others, profile)]))
 
 
 def profile_file(fingerprint: str) -> Path:
-    """File of a model. fingerprint: the model's in float32, whatever it computes in."""
+    """File of a model. fingerprint: fingerprint of the model in float32, independent of its compute dtype."""
     return user_cache.place("profiles", FORMAT, fingerprint)
 
 
 def read_profiles(path: Path) -> list[Profile]:
-    """Return a model's profiles, the latest last; [] if the file is missing or makes no sense."""
+    """Return a model's profiles, the latest last; [] if the file is missing or invalid."""
     try:
         return msgspec.json.decode(user_cache.recall(path), type=list[Profile])
     except msgspec.MsgspecError:
@@ -118,7 +117,7 @@ def read_profiles(path: Path) -> list[Profile]:
 
 
 def profile_for(model: LoadedModel, wanted: dict[str, str]) -> tuple[Profile | None, str]:
-    """Return the model's profile for these conditions, or None and why there is none."""
+    """Return the model's profile for these conditions, or None and the reason."""
     known = read_profiles(profile_file(model.fingerprints["float32"]))
     for profile in known:
         if profile.conditions == wanted:
@@ -139,7 +138,7 @@ def _differing(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
 
 
 def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[BlendParams, str]:
-    """Return the blending by the model's profile, as it was if there is none for it, and where its ratio comes from."""
+    """Return the blending by the model's profile (unchanged without a profile), and the source of its ratio."""
     profile, reason = profile_for(collection.model, conditions(collection, codec, blend))
     return (blend, f"default: {reason}") if profile is None else (profile.applied(blend), f"model: {profile}")
 
@@ -147,8 +146,8 @@ def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[B
 def with_own_ratio(
     collection: Collection, chunks: Sequence[ChunkInput], ask: AskRequest, notes: list[str]
 ) -> tuple[AskRequest, str]:
-    """Return the request, with the blending of the model's profile where it asks for that, and where its ratio comes
-    from. Notes tell users of a profile that does not fit and of a ratio below the profile's."""
+    """Return the request, with the blending of the model's profile if requested, and the source of its ratio. Notes
+    report a profile that does not fit, and a ratio below the profile's."""
     blend, model = ask.blend, collection.model
     if ask.options.auto or blend.mode != "blend" or blend.checks:
         return ask, "auto" if ask.options.auto else "given"

@@ -1,4 +1,4 @@
-"""Runtime: everything that lives as long as an engine: the model, its prompts, the device's memory, other ranks."""
+"""Runtime: objects with the lifetime of an engine: model, prompts, device memory, other ranks."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class OneProcess:
 
     is_lost = False
 
-    def reserve(self, decoder: Decoder, config: EngineConfig, at_once: int) -> DeviceMemory:
+    def reserve(self, decoder: Decoder, config: EngineConfig, num_prompts: int) -> DeviceMemory:
         """Allocate the pool of a GPU."""
-        return reserve(decoder, config, at_once=at_once)
+        return reserve(decoder, config, num_prompts=num_prompts)
 
     def kv_scales(self, model: LoadedModel, prefix_ids: Sequence[int], config: EngineConfig) -> KVScales:
-        """Return the scales of a float8 pool: the checkpoint's, or measured ones."""
+        """Return the scales of a float8 pool, from the checkpoint or measured."""
         from cacheblend_cli.kv.calibration import calibrate
         from cacheblend_cli.model.kv_scales import checkpoint_scales
 
@@ -72,10 +72,10 @@ class OneProcess:
         return Worker(decoder, memory)
 
     def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
-        """Call `act` when a rank is lost: never."""
+        """Do nothing: there is no other rank to lose."""
 
     def drop(self) -> None:
-        """Drop models and workers on the other ranks that no longer exist on this one."""
+        """Do nothing: there are no other ranks."""
 
 
 class Runtime(Prompts):
@@ -144,53 +144,53 @@ class Runtime(Prompts):
         """Return whether decode steps are queued before the host knows the last tokens: on a GPU, in one process."""
         return self.decoder.device.type == "cuda" and self.decoder.part.is_whole
 
-    def memory(self, at_once: int = 1) -> DeviceMemory | None:
-        """Return the GPU's pool and decode graphs, allocated on first use for `at_once` prompts; None on a CPU. Raises
-        DeviceError."""
+    def memory(self, num_prompts: int = 1) -> DeviceMemory | None:
+        """Return the GPU's pool and decode graphs, allocated on first use for `num_prompts` prompts; None on a CPU.
+        Raises DeviceError."""
         if self._memory is None and self.decoder.device.type == "cuda":
             self.progress("warming up the GPU: the first run on a machine compiles kernels")
-            self._memory = self.driver.reserve(self.decoder, self.config, at_once)
+            self._memory = self.driver.reserve(self.decoder, self.config, num_prompts)
         return self._memory
 
-    def memory_for(self, num_blocks: int, at_once: int = 1) -> DeviceMemory:
-        """Return the pool of a core that holds `at_once` prompts, and what decodes in it: on a GPU the lasting one, as
-        large as the device has room for, on a CPU one of num_blocks blocks."""
-        if (memory := self.memory(at_once)) is not None:
+    def memory_for(self, num_blocks: int, num_prompts: int = 1) -> DeviceMemory:
+        """Return the pool and decode runner of a core for `num_prompts` prompts: on a GPU the lasting pool, as large as
+        the device allows; on a CPU a pool of num_blocks blocks."""
+        if (memory := self.memory(num_prompts)) is not None:
             return memory
         size = self.config.block_size
         pool = KVPool.of(self.decoder, num_blocks + -(-BatchRunner.SPARE // size), size)
         return DeviceMemory(pool, BatchRunner(self.decoder, pool))
 
-    def shared_memory(self, num_tokens: int | None, at_once: int) -> DeviceMemory:
+    def shared_memory(self, num_tokens: int | None, num_prompts: int) -> DeviceMemory:
         """Return the memory of a core with concurrent requests.
 
-        num_tokens: positions of a CPU's pool; None: as many whole contexts as prompts, within a quarter of the
-        available memory. Memory is taken when it is written to.
+        num_tokens: positions of a CPU's pool; None: a whole context per prompt, up to a quarter of the available
+        memory. Memory is allocated when it is written to.
         """
         if num_tokens is None:
             ranks = self.decoder.part.ranks.size  # they share the memory
             free = available_memory() or total_memory() // 2
             fits = int(free * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
-            num_tokens = max(self.context, min(fits, at_once * self.context))
-        return self.memory_for(-(-num_tokens // self.config.block_size), at_once)
+            num_tokens = max(self.context, min(fits, num_prompts * self.context))
+        return self.memory_for(-(-num_tokens // self.config.block_size), num_prompts)
 
     def worker(self, memory: DeviceMemory) -> Worker:
         """Return the worker of a core with this pool."""
         return self.driver.worker(self.decoder, memory)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
-        """Return a sequence in the lasting pool, or in its own. Raises DeviceError, which says how much would fit."""
+        """Return a sequence in the lasting pool, or in its own. Raises DeviceError, naming what would fit."""
         memory, size = self.memory(), self.config.block_size
         pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
         return pool.new_sequence(num_tokens)
 
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
-        """Tokenizer of grammars, created once. Raises UsageError if llguidance is not installed."""
+        """Tokenizer for grammars, created once. Raises UsageError if llguidance is not installed."""
         return form_tokenizer(self.model)
 
     def grammar_of(self, params: SamplingParams) -> Grammar:
-        """Return the grammar of an answer of a form. Raises UsageError."""
+        """Return the grammar for the requested form of an answer. Raises UsageError."""
         if self.template.opens_reasoning:
             raise UsageError(
                 f"{self.model.name} reasons before it answers, which a grammar does not allow",
@@ -233,7 +233,7 @@ def load_worker_model(config: EngineConfig) -> LoadedModel:
 
 
 def _shares(progress: Say, name: str) -> Callable[[float], None]:
-    """Return a callback that reports the share of a model that is loaded, if loading takes a while."""
+    """Return a callback that reports loading progress, if loading takes a while."""
     due = time.monotonic() + _SHARE_FROM_S
 
     def update(share: float) -> None:
@@ -246,12 +246,12 @@ def _shares(progress: Say, name: str) -> Callable[[float], None]:
 
 
 def _notices(model: LoadedModel, config: EngineConfig) -> Iterator[str]:
-    """Yield what a user should know about how this machine computes the model."""
+    """Yield messages for users on how this machine computes the model."""
     device = model.decoder.device
     if slower := fallback_reason(config.attention_backend, device):
         yield slower
     elif device.type == "cuda" and config.attention_backend == "auto" and model.spec.latent is not None:
-        yield f"attention over latents (MLA) on {device} runs on torch's operations: the kernels for GPUs lack it"
+        yield f"attention over latents (MLA) on {device} runs on torch's operations: the GPU kernels do not support it"
     if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(model.spec, model.decoder.dtype)):
         yield vain
     if (size := model.uncached_bytes) >= TOLD_FROM:

@@ -99,8 +99,8 @@ def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: 
     if wanted > fits:
         some = f"--tokens {fits} fits" if fits > 0 else "nothing fits: use fewer --question-tokens, --decode-tokens"
         raise UsageError(
-            f"{wanted} chunk tokens, {around} around them and {headroom} decoded do not fit the context of {engine.model.name}, "
-            f"which is {context}",
+            f"{wanted} chunk tokens, {around} around them and {headroom} decoded exceed the context of {engine.model.name} "
+            f"({context} tokens)",
             some if fits <= 0 or fits >= chunks else f"{some}, with fewer --chunks",
         )
     if wanted < chunks:

@@ -79,7 +79,7 @@ class SampleChunks:
         return self._neighbours.left(self._encode(context.text)) if kind == "neighbours" else ()
 
     def facts(self, context: str) -> dict[str, Any]:
-        """Return the settings on which left contexts of that kind depend, beside the sample itself."""
+        """Return the settings that left contexts of this kind depend on, besides the sample."""
         facts: dict[str, Any] = {} if context == "sink" else {"window": self._window}
         if context == "neighbours":
             facts |= {"neighbours": self._options.neighbours, "corpus": self._corpus_digest}
@@ -107,8 +107,7 @@ def with_found_contexts(
 ) -> list[Sample]:
     """Return the samples, those without contexts with the chunks found for their question.
 
-    A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError where nothing is
-    found.
+    A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError if nothing is found.
     """
     before: dict[bytes, list[bytes]] = {}  # chunk -> those before it in its document
     for document in store.documents():

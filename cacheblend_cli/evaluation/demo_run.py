@@ -1,4 +1,4 @@
-"""The demo: the same questions by full prefill, plain reuse and blending, over chunks that were computed alone."""
+"""The demo: the same questions answered by full prefill, plain reuse and blending, over chunks computed alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def _records_case(seed: int) -> DemoCase:
 
 
 def _handbook_case() -> DemoCase:
-    """Questions whose answer is in a paragraph that does not name the person, over pages in an order of their own."""
+    """Return questions whose answer is in a paragraph that does not name the person, over pages in a different order
+    each."""
     documents = {page.name: page.read_text(encoding="utf-8") for page in sorted(handbook_dir().glob("*.md"))}
     asked = []
     for item in filter(lambda item: item.across, questions()):
@@ -86,18 +87,18 @@ class Compared:
     answers: Mapping[str, Answer]
 
     def is_right(self, setting: str) -> bool:
-        """Return whether the answer has what was asked for, and nothing of another record: one that gives this
-        product's designer another's name, or the other way round, is wrong."""
+        """Return whether the answer contains the expected text and nothing from another record, such as another
+        product's designer."""
         text = self.answers[setting].text
         return _has(text, self.question.answer) and not any(_has(text, words) for words in self.question.wrong)
 
     def is_same(self, setting: str) -> bool:
-        """Return whether the answer is full prefill's, token for token."""
+        """Return whether the answer equals full prefill's, token for token."""
         return self.answers[setting].generated_ids == self.answers[FULL].generated_ids
 
     @property
     def is_repaired(self) -> bool:
-        """Return whether plain reuse is wrong where full prefill and blending are right."""
+        """Return whether plain reuse is wrong while full prefill and blending are right."""
         return self.is_right(FULL) and self.is_right(BLENDED) and not self.is_right(REUSE)
 
 
@@ -107,7 +108,7 @@ def _has(text: str, words: str) -> bool:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """A setting over all questions. same: answers that are full prefill's, token for token. ttft_s: median time to the
+    """A setting over all questions. same: answers equal to full prefill's, token for token. ttft_s: median time to the
     first token."""
 
     setting: str

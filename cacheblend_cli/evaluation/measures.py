@@ -36,7 +36,7 @@ class AnswerLengths:
 
 @dataclass(frozen=True)
 class Reference:
-    """Full prefill of a prompt: its greedy answer and everything that settings are compared with.
+    """Full prefill of a prompt: its greedy answer and the data that settings are compared with.
 
     k, v and attended have one tensor per layer.
     """
@@ -70,7 +70,8 @@ class Measured:
 
 @torch.no_grad()
 def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Reference:
-    """Prefill everything, answer greedily, and keep what settings are compared with. before_s: seconds spent before."""
+    """Prefill everything, answer greedily, and keep the data that settings are compared with. before_s: seconds spent
+    before."""
     start = time.perf_counter()
     done = engine.hold_prefill(request.in_full(), headroom=lengths.headroom)
     first = done.logits.clone()
@@ -141,7 +142,7 @@ def run_setting(
 
 
 def prefill_in_pieces(engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
-    """Run a full prefill in a few slices, whatever the engine's are: the same mathematics in another tiling.
+    """Run a full prefill in a few slices, independent of the engine's: the same mathematics in another tiling.
 
     Its difference from full prefill is the noise floor of the compute dtype, below which settings are
     indistinguishable.

@@ -59,19 +59,19 @@ def measure_profile(
     say: Callable[[str], None] = lambda text: None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Profile:
-    """Measure rising ratios, each with and without a correction, until one is within the limits: of the mean KL and of
-    its 90th percentile over the prompts. ask: how to search, and its blending but for the ratio. questions: to measure
-    with, instead of general ones. say: called with how long it takes at most.
+    """Measure rising ratios, each with and without a correction, until mean and 90th percentile of the KL are within
+    the limits. Stores nothing.
 
-    Nothing is kept. Raises NotFoundError for too few prompts.
+    ask: search parameters and blending, except for the ratio. questions: questions to use instead of general ones. say:
+    called with the maximum duration. Raises NotFoundError for too few prompts.
     """
     kl_mean, kl_p90 = limits
     asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
     requests = list(usable(engine, asked, len(questions) or PROMPTS))
     if len(requests) < LEAST_PROMPTS:
         raise NotFoundError(
-            f"too few {'questions' if questions else 'chunks'} to measure a ratio of {engine.model.name}: {len(requests)} prompts whose KV is "
-            f"stored and needs repair, and {LEAST_PROMPTS} are needed",
+            f"too few {'questions' if questions else 'chunks'} to measure a ratio of {engine.model.name}: {LEAST_PROMPTS} prompts with "
+            f"stored KV that needs repair are required, {len(requests)} were found",
             "precompute more documents with this model" + (", or ask more questions" if questions else ""),
         )
     under = conditions(requests[0].collection, stored_codec(requests[0].inputs, requests[0].collection), ask.blend)
@@ -101,7 +101,7 @@ def measure_profile(
 
 
 def distance_of(ratio: float, correction: str, kl: Sequence[float]) -> Distance:
-    """Summarise the prompts' KL, two or more."""
+    """Summarise the KL of two or more prompts."""
     p90 = quantiles(kl, n=10, method="inclusive")[-1]
     return Distance(ratio, correction, fmean(kl), stdev(kl) / math.sqrt(len(kl)), p90)
 
@@ -117,8 +117,8 @@ def half_sentence(text: str) -> str | None:
 
 
 def general_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator[Request]:
-    """Yield requests over stored chunks: the chunks that the search of `ask` finds for half a sentence of one of them,
-    and a general question. Keys are digests, so their order is a random one."""
+    """Yield requests over stored chunks: each has a general question, and the chunks that the search of `ask` finds for
+    half a sentence of a chunk. Keys are digests, so their order is random."""
     collections, number = set(engine.usable(store, ask.salt)), 0
     chunks = (m for m in store.chunks() if m.has_kv and m.collection in collections)
     for own in islice(chunks, PROMPTS * TRIES):
@@ -130,14 +130,14 @@ def general_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iter
 
 
 def _found_for(engine: Engine, store: ChunkStore, ask: AskRequest, questions: Sequence[str]) -> Iterator[Request]:
-    """Yield the questions' requests as `ask` resolves them, but for those that nothing is found for."""
+    """Yield the questions' requests as `ask` resolves them, except if nothing is found."""
     for question in questions:
         with suppress(NotFoundError):
             yield engine.resolve(store, replace(ask, question=question, options=AskOptions()))
 
 
 def usable(engine: Engine, requests: Iterable[Request], most: int) -> Iterator[Request]:
-    """Yield those requests, up to a number, whose KV is all stored in the codec of the first one and not all exact."""
+    """Yield a limited number of requests whose KV is all stored, in the first one's codec, and not all exact."""
     codec, count = None, 0
     for request in requests:
         stored_as = stored_codec(request.inputs, request.collection)

@@ -1,4 +1,4 @@
-"""One record per sample and setting, streamed to a JSON lines file that a later run resumes from."""
+"""One record per sample and setting, streamed to a JSON lines file from which a later run resumes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def fit_risk(answers: Sequence[Tokens]) -> RiskFit:
     differing = sum(any(differs) for _, differs in answers)
     if differing < LEAST:
         raise UsageError(
-            f"{differing} of {len(answers)} answers differ from a full prefill's, and a fit needs {LEAST}",
+            f"{differing} of {len(answers)} answers differ from a full prefill's; a fit needs {LEAST}",
             "fit on more questions, or longer answers (--max-tokens)",
         )
     x = torch.cat([signals for signals, _ in answers])

@@ -35,7 +35,7 @@ class Sample:
     """A question, its reference answers (none: only fidelity to full prefill is measured), and its chunks in prompt
     order.
 
-    contexts: () if they are to be searched in the store. tags: other fields of the record.
+    contexts: () to search the store. tags: other fields of the record.
     """
 
     question: str

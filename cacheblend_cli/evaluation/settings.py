@@ -66,7 +66,7 @@ def grid(
     ratios: Sequence[float | str],
     contexts: Sequence[str],
 ) -> list[Setting]:
-    """Return every combination once, labelled by what differs; full prefill first, plain reuse next.
+    """Return every combination once, labelled by its differences; full prefill first, plain reuse next.
 
     blend: all other options. ratios: numbers, or "auto" for --ratio auto with blend's ratio as the minimum.
     Selectors with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.

@@ -5,7 +5,7 @@ Ranges and owners: a block is in one of three places, and free + cached + used =
 | place   | owners | what it holds                                                          |
 |---------|--------|------------------------------------------------------------------------|
 | `_free` | none   | nothing                                                                |
-| `_cached`  | none   | KV that somebody may want again; taken, least recently used first, when no block is free |
+| `_cached`  | none   | KV for later prompts; reused, least recently used first, if no block is free             |
 | `_refs` | 1 or more | KV of sequences; block tables own one reference to each of their blocks |
 """
 
@@ -54,21 +54,21 @@ class BlockAllocator:
         """Return whether `count` blocks can be allocated."""
         return count <= self.num_free
 
-    def allocate(self, count: int, *, behind: int | None = None, headroom: int = 0) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None, headroom: int = 0) -> list[int]:
         """Allocate `count` blocks, adjacent if possible (the CPU path then attends over a view). Raises DeviceError if
         too few are free.
 
-        behind: preferred place, directly after this block. headroom: blocks to leave free after them if possible, to
+        after: preferred place, directly after this block. headroom: blocks to leave free after them if possible, to
         grow into.
         """
         if count > self.num_free:
             raise DeviceError(
-                f"the KV pool has {self.num_free} free blocks of {self.num_blocks}, and {count} are needed",
+                f"the KV pool has {self.num_free} free blocks of {self.num_blocks}; {count} are needed",
                 "ask with fewer chunks or a smaller --max-tokens",
             )
         while len(self._free) < count:
             self._evict()
-        start = self._place(count, behind, headroom)
+        start = self._place(count, after, headroom)
         taken = self._free[start : start + count]
         del self._free[start : start + count]
         for block in taken:
@@ -105,8 +105,8 @@ class BlockAllocator:
                     bisect.insort(self._free, block)
 
     def check_integrity(self) -> None:
-        """free + cached + used = total, no block in two places, no block lost. Raises AssertionError: it is our own
-        bug."""
+        """Check that free + cached + used = total, no block is in two places, and none is lost. Raises
+        AssertionError."""
         assert len(self._free) + len(self._cached) + len(self._refs) == self.num_blocks
         assert set(self._free) | set(self._cached) | set(self._refs) == set(range(self.num_blocks))
         assert self._free == sorted(self._free)
@@ -118,14 +118,14 @@ class BlockAllocator:
         self._forget.pop(block)(block)
         bisect.insort(self._free, block)
 
-    def _place(self, count: int, behind: int | None, headroom: int) -> int:
+    def _place(self, count: int, after: int | None, headroom: int) -> int:
         """Return the index in the free list from which `count` blocks are taken."""
-        if behind is not None:
-            i = bisect.bisect_left(self._free, behind + 1)
+        if after is not None:
+            i = bisect.bisect_left(self._free, after + 1)
             if (
                 i + count <= len(self._free)
-                and self._free[i] == behind + 1
-                and self._free[i + count - 1] == behind + count
+                and self._free[i] == after + 1
+                and self._free[i + count - 1] == after + count
             ):
                 return i
         found = self._adjacent(count + headroom) if headroom else None

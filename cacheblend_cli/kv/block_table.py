@@ -1,4 +1,4 @@
-"""Block tables: which blocks of a pool hold the positions of a sequence. They live on the host and need no tensor."""
+"""Block tables map positions of a sequence to blocks of a pool. They are on the host, without tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class BlockSpace(ABC):
 class BlockTable:
     """The blocks of one sequence; position p is in blocks[p // block_size].
 
-    gone: number of leading blocks given back because no layer attends to their positions any more. Their entries are
-    placeholders that are neither read nor written.
+    num_freed_blocks: number of leading blocks given back, since no layer attends to their positions any more. Their
+    entries are placeholders that are neither read nor written.
     """
 
-    def __init__(self, space: BlockSpace, blocks: list[int], gone: int = 0) -> None:
-        self._space, self.blocks, self.gone = space, blocks, gone
+    def __init__(self, space: BlockSpace, blocks: list[int], num_freed_blocks: int = 0) -> None:
+        self._space, self.blocks, self.num_freed_blocks = space, blocks, num_freed_blocks
         self._changed()
 
     def _changed(self) -> None:
@@ -40,7 +40,7 @@ class BlockTable:
     @property
     def owned(self) -> list[int]:
         """Blocks it holds a reference to."""
-        return self.blocks[self.gone :]
+        return self.blocks[self.num_freed_blocks :]
 
     @property
     def capacity(self) -> int:
@@ -51,19 +51,19 @@ class BlockTable:
         missing = self._space.blocks_for(num_tokens) - len(self.blocks)
         if missing > 0:
             last = self.blocks[-1] if self.blocks else None
-            self.blocks = self.blocks + self._space.allocator.allocate(missing, behind=last)
+            self.blocks = self.blocks + self._space.allocator.allocate(missing, after=last)
             self._changed()
 
     def fork(self) -> Self:
         """Return a second owner of the same blocks; the first to write copies (`make_writable`)."""
         self._space.allocator.share(self.owned)
-        return type(self)(self._space, list(self.blocks), self.gone)
+        return type(self)(self._space, list(self.blocks), self.num_freed_blocks)
 
     def give_back(self, count: int) -> None:
         """Give back the first `count` blocks, at least one fewer than all."""
-        self._space.allocator.free(self.blocks[self.gone : count])
+        self._space.allocator.free(self.blocks[self.num_freed_blocks : count])
         self.blocks[:count] = [self.blocks[count]] * count
-        self.gone = count
+        self.num_freed_blocks = count
         self._changed()
 
     def make_writable(self, start: int, end: int) -> None:
@@ -83,5 +83,5 @@ class BlockTable:
     def release(self) -> None:
         """Give the blocks back. The sequence is empty afterwards."""
         self._space.allocator.free(self.owned)
-        self.blocks, self.gone = [], 0
+        self.blocks, self.num_freed_blocks = [], 0
         self._changed()

@@ -18,7 +18,7 @@ from cacheblend_cli.model.weights import head_order
 
 @dataclass(frozen=True)
 class LayerKV:
-    """KV of a layer at positions start to start + n. The tensors may be the pool's memory: copy what outlives the
+    """KV of a layer at positions start to start + n. The tensors may be the pool's memory: copy them to outlive the
     sequence."""
 
     start: int
@@ -48,7 +48,7 @@ class KVReader:
     @property
     def start(self) -> int:
         """First position whose KV is held. Above 0 if every layer has a window and the sequence has outgrown it."""
-        return min(self.sequence.gone * self.sequence.pool.block_size, self.num_tokens)
+        return min(self.sequence.num_freed_blocks * self.sequence.pool.block_size, self.num_tokens)
 
     def layer(self, index: int) -> LayerKV:
         """Read a layer in the decoder's dtype, on the pool's device. A float8 pool is dequantised."""
@@ -90,8 +90,7 @@ def check_exportable(spec: ModelSpec, to: str) -> None:
 
 
 def export(decoder: Decoder, sequence: PagedSequence, num_tokens: int) -> KVReader:
-    """Return a reader of the KV of the sequence's first num_tokens positions. Nothing is copied before a layer is
-    read."""
+    """Return a reader of the KV of the sequence's first num_tokens positions. Layers are copied when they are read."""
     order = head_order(decoder.spec)
     index = None if order is None else torch.tensor(order, device=sequence.pool.device).argsort()
     return KVReader(decoder, sequence, num_tokens, index)

@@ -1,8 +1,8 @@
 """The one forward pass: rows through the layers over the paged KV cache.
 
 Full prefill, collect, the four statuses of a blended prefill, the question's probe and decoding differ only in their
-`Steps`, which say per layer which rows get fresh K and V and which rows continue, and which see what a layer computes.
-A pass can pause between two layers (`layer_by_layer`).
+`Steps`, which choose per layer the rows that get fresh K and V and the rows that continue, and observe a layer's
+results. A pass can pause between two layers (`layer_by_layer`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class LayerStep:
 
 class Steps:
     """Steps of a pass: every row at every layer, as in a full prefill or a decode step. Every method is called once per
-    layer; subclasses override what differs, and what they want to see."""
+    layer; subclasses override the rows of a layer, or observe its results."""
 
     def at(self, layer: DecoderLayer) -> LayerStep:
-        """Return what this layer does. Called when the layer begins; may wait for the layer's stored KV."""
+        """Return the rows of this layer. Called when the layer begins; may wait for the layer's stored KV."""
         return _EVERY_ROW
 
     def fresh(self, fresh: FreshKV) -> None:

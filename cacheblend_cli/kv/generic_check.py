@@ -1,7 +1,7 @@
 """Check models on the generic path against transformers, on random tokens, when a model is first loaded.
 
-Finds what no config states, for any architecture: rows that depend on their neighbours, positions added to tokens,
-scores changed by something outside attention's arguments. A model that fails is refused.
+Finds properties that no config states, in any architecture: rows that depend on their neighbours, positions added to
+tokens, scores changed outside attention's arguments. A model that fails is refused.
 """
 
 from __future__ import annotations
@@ -55,18 +55,20 @@ def check_generic(decoder: GenericDecoder) -> None:
     positions = torch.arange(count, device=device)
     came, went, logits = _by_transformers(decoder, ids)
     embedded = decoder.embed(ids)
-    _demand(decoder, torch.equal(embedded, came[0]), "what goes into its first layer is not the same every time")
+    _demand(decoder, torch.equal(embedded, came[0]), "the input of its first layer changes from run to run")
     later = parts.embed(ids, positions + decoder.spec.max_context - count)
-    _demand(decoder, torch.equal(later, embedded), "its tokens get something added that depends on their positions")
+    _demand(decoder, torch.equal(later, embedded), "it adds something to tokens that depends on their positions")
     some = positions[::3]
-    _demand(decoder, torch.equal(parts.embed(ids[some]), embedded[some]), "its tokens depend on those before them")
+    _demand(
+        decoder, torch.equal(parts.embed(ids[some]), embedded[some]), "its token embeddings depend on earlier tokens"
+    )
     for out, into in zip(went[:-1], came[1:], strict=True):
-        _demand(decoder, torch.equal(out, into), "something happens between its layers")
+        _demand(decoder, torch.equal(out, into), "it changes the residual stream between layers")
     last = went[-1][some]
     _demand(
         decoder,
         is_close(decoder.logits(last, last), logits[some], SAME),
-        "what follows its last layer depends on more than its rows",
+        "after its last layer, a row depends on other rows",
     )
 
     spread, shift = probed_positions(decoder.spec, device), min(decoder.spec.max_context - count, FAR)
@@ -119,7 +121,7 @@ def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
 
     positions = torch.arange(count, device=decoder.device)
     every = computed(positions)
-    _demand(decoder, _is_same(every, theirs, came), f"layer {layer.index} is not what transformers computes")
+    _demand(decoder, _is_same(every, theirs, came), f"layer {layer.index} differs from transformers'")
     some = positions[1::3]
     again = computed(some)
     same = _is_same(again, theirs[some], came[some])
@@ -135,7 +137,7 @@ def _check_turns(
     ours = turned_as_ours(decoder.spec, layer.index, plain, positions)
     theirs = (reordered(decoder.spec, x) for x in (turned.q, turned.k))
     right = all(is_close(a, b, SHARE) for a, b in zip(ours, theirs, strict=True))
-    _demand(decoder, right, f"RoPE of layer {layer.index} is not what its config says")
+    _demand(decoder, right, f"RoPE of layer {layer.index} differs from its config")
 
 
 def _is_same(ours: Tensor, theirs: Tensor, came: Tensor) -> bool:

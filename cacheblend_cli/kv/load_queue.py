@@ -14,7 +14,7 @@ import torch
 class LoadQueue:
     """Work queue of the loader threads: parts of layers, in layer order, so that layer 0 is complete first.
 
-    The computing thread waits for a layer, and meanwhile runs what is left to it for the parts that have arrived. An
+    The computing thread waits for a layer, and meanwhile runs its share of the work on arrived parts. An
     error in any thread is raised in every waiter.
     """
 
@@ -36,7 +36,7 @@ class LoadQueue:
             return divmod(self._taken - 1, self._num_parts)
 
     def arrived(self, layer: int, rest: Callable[[], None] | None = None) -> None:
-        """Record that one more part of the layer is loaded, but for `rest`, which the computing thread runs."""
+        """Record that one more part of the layer is loaded, except for `rest`, which the computing thread runs."""
         with self._changed:
             self._missing[layer] -= 1
             if rest is not None:

@@ -69,7 +69,7 @@ class KVLoader(ABC):
 
 
 class NothingToLoad(KVLoader):
-    """For a prompt without cached segments."""
+    """Loader of a prompt without cached segments."""
 
     def wait(self, layer: int) -> None:
         pass
@@ -80,8 +80,8 @@ class StoredLoader(KVLoader):
 
     A worker waits for a free buffer of the transfer, and copies the batch's blobs into it, still compressed, and
     checked. The transfer then dequantises, rotates and writes the rows to their slots: sent by the worker, or, on a
-    GPU, by the computing thread while it waits, since threads that queue work take the GIL from each other at every
-    operation. The computing thread waits until the whole layer is sent, and then for the transfer.
+    GPU, by the computing thread while it waits, since threads that queue work compete for the GIL at every operation.
+    The computing thread waits until the whole layer is sent, and then for the transfer.
     """
 
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
@@ -176,7 +176,7 @@ class StoredLoader(KVLoader):
 
     def _copies(self, reader: ChunkReader, batch: dict[tuple[int, ...], KVBatch]) -> dict[tuple[int, ...], Copy]:
         """Return the functions that copy a batch, by the shape of a layer, except where a chunk's place cannot be read.
-        Made beforehand by the computing thread: workers would keep the GIL from it for the look-ups."""
+        Built beforehand by the computing thread, because the look-ups of workers would block it on the GIL."""
         layers: dict[tuple[int, ...], list[int]] = {}
         for layer, shape in enumerate(self._shapes):
             layers.setdefault(shape, []).append(layer)

@@ -105,11 +105,11 @@ class KVPool(BlockSpace):
         return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raise DeviceError, naming what fits, when the pool has no room for num_tokens."""
+        """Raise DeviceError, naming what fits, if the pool has no room for num_tokens."""
         if not self.allocator.can_append(self.blocks_for(num_tokens)):
             raise DeviceError(
-                f"prompt and answer take {num_tokens} tokens of KV, and {self.allocator.num_free * self.block_size} fit in "
-                f"the {self.allocator.num_free} free blocks on {self.device}",
+                f"prompt and answer take {num_tokens} tokens of KV; the {self.allocator.num_free} free blocks on {self.device} "
+                f"hold {self.allocator.num_free * self.block_size}",
                 "ask with fewer chunks or a smaller --max-tokens, or raise --gpu-memory-utilization",
             )
 
@@ -129,15 +129,15 @@ class PagedSequence(BlockTable):
     """A block table and its slots on the pool's device: position p is in slot blocks[p // block_size] * block_size + p
     % block_size."""
 
-    def __init__(self, pool: KVPool, blocks: list[int], gone: int = 0) -> None:
+    def __init__(self, pool: KVPool, blocks: list[int], num_freed_blocks: int = 0) -> None:
         self.pool = pool
-        super().__init__(pool, blocks, gone)
+        super().__init__(pool, blocks, num_freed_blocks)
 
     def _changed(self) -> None:
         own = self.owned
         first = own[0] if own else 0
-        adjacent = first >= self.gone and own == list(range(first, first + len(own)))
-        self.contiguous_slot = (first - self.gone) * self.pool.block_size if adjacent else -1
+        adjacent = first >= self.num_freed_blocks and own == list(range(first, first + len(own)))
+        self.contiguous_slot = (first - self.num_freed_blocks) * self.pool.block_size if adjacent else -1
         self._block_table: Tensor | None = None
 
     @property

@@ -1,8 +1,8 @@
 """Prefix cache: full blocks whose KV stays in the pool after their sequence ends, found by token ids and KV provenance.
 
-A block's key is a digest of the block before it, its token ids and how its slice of the prompt was filled. Token ids
-are compared on every hit. A prompt finds only KV that it would compute to the same bits: whole slices, with the same
-boundaries and filled in the same way.
+A block's key is a digest of the block before it, its token ids and the provenance of its slice of the prompt. Token ids
+are compared on every hit. A prompt finds only KV that it would compute to the same bits: whole slices with the same
+boundaries and provenance.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PrefixCache:
             ids, index = tuple(token_ids[start : start + size]), start // size
             parent = _digest(parent, ids, origin.slices[start // origin.slice_rows])
             block = table.blocks[index]
-            if index >= table.gone and parent not in self._block_of and block not in self._kept:
+            if index >= table.num_freed_blocks and parent not in self._block_of and block not in self._kept:
                 self._block_of[parent], self._kept[block] = block, _Kept(parent, ids)
                 self._space.allocator.keep(block, self._forget)
 

@@ -1,4 +1,4 @@
-"""Sources of stored KV: a chunk store, or anything else that keeps chunks."""
+"""Sources of stored KV: a chunk store, or another collection of chunks."""
 
 from __future__ import annotations
 

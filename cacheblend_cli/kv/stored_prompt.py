@@ -105,8 +105,8 @@ def rows_of_spans(decoder: Decoder, sequence: PagedSequence, spans: Sequence[Sto
 
 
 def row_chunks_of(spans: Sequence[StoredSpan], device: torch.device) -> Tensor | None:
-    """Return the index of each row's span, [num_rows] int32; None where kernels do without. On a GPU, a single span has
-    it too if its codec has scales: the kernel is then compiled in one form."""
+    """Return the index of each row's span, [num_rows] int32; None if kernels do not need it. On a GPU, a single span
+    has it too if its codec has scales, so that only one form of the kernel is compiled."""
     if spans[0].codec in PLAIN or (len(spans) == 1 and device.type != "cuda"):
         return None
     counts = torch.tensor([span.num_tokens for span in spans])
@@ -130,8 +130,7 @@ def _slots_of(
 
 
 def _manifest(reader: ChunkReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:
-    """Return the segment's manifest after comparing its token ids: a key is a digest, and equality of digests is not
-    trusted."""
+    """Return the segment's manifest after comparing its token ids, since equal keys (digests) are not trusted."""
     assert segment.key is not None
     try:
         manifest = reader.manifest(segment.key)

@@ -40,8 +40,8 @@ class TieredSource:
     """The store's chunks, and those of one prompt that only its tier has.
 
     Reading begins with the first layer that is requested: layer 0 of every chunk first, then the next. A chunk that
-    does not arrive, or differs from the expected one, raises StoreError. When time is up, all chunks that did not
-    arrive are `lost` too. Data that was read stays in memory, for `blobs`.
+    does not arrive in time, or differs from the expected one, raises StoreError. At the timeout, all missing chunks
+    become `lost`. Data that was read stays in memory, for `blobs`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Transfer from the loader threads to the computing device.
 
-A buffer has one owner at a time: the worker that fills it; after `send` the device, until it has copied it; then the
-next worker, which waits for that in `memory`.
+A buffer has one owner at a time: the worker that fills it; after `send` the device, until it has copied the contents;
+then the next worker, which waits for that in `memory`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def arrive(self, layer: int) -> None:
-        """Record that computing has reached the layer; waiting from here on counts as stall."""
+        """Record that computing has reached the layer; from here on, waiting counts as stall."""
 
     @abstractmethod
     def join(self, layer: int) -> None:
@@ -116,7 +116,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 
 class CudaTransfer(Transfer):
-    """One copy stream, and one stream that dequantises, rotates and writes into the pool after it; an event per layer.
+    """A copy stream, a stream that then dequantises, rotates and writes into the pool, and an event per layer.
 
     Pinned and device buffers come from PyTorch's caching allocators, so a second prompt allocates none.
     """

@@ -68,7 +68,7 @@ class LoraAdapter:
             rank, scale = config.rank_and_scale(module)
             if down.ndim != 2 or up.ndim != 2 or not down.shape[0] == up.shape[1] == rank:
                 raise config.refused(
-                    f"the tensors of {module} are {list(down.shape)} and {list(up.shape)}, and {CONFIG} gives a rank of {rank}"
+                    f"the tensors of {module} are {list(down.shape)} and {list(up.shape)}; {CONFIG} gives rank {rank}"
                 )
             deltas[module] = Delta(down.float().contiguous(), up.float().contiguous(), scale)
         if not deltas:
@@ -91,7 +91,7 @@ class LoraAdapter:
         made = [delta.up.shape[0], delta.down.shape[1]]
         if made != list(wanted):
             raise UsageError(
-                f"the adapter {self.path} changes {module} as if it were {made}, and it is {list(wanted)}",
+                f"the adapter {self.path} expects {module} of shape {made}; the model's is {list(wanted)}",
                 "use the adapter with the model it was trained for",
             )
 
@@ -106,7 +106,7 @@ class _Config:
         self.folder, self.values = path.parent, read_object(path)
         values = self.values
         if (kind := values.get("peft_type")) != "LORA":
-            raise self.refused(f"it is of the type {shown(kind)} (peft_type), and only LORA is read")
+            raise self.refused(f"its peft_type is {shown(kind)}; only LORA is supported")
         if values.get("use_dora"):
             raise self.refused("it is a DoRA adapter (use_dora), which is not implemented")
         if values.get("bias", "none") != "none":
@@ -121,7 +121,7 @@ class _Config:
                 raise self.refused(f"{name} = {shown(value)} in {CONFIG} is not implemented")
         for name in ("rank_pattern", "alpha_pattern"):
             if not isinstance(values.get(name) or {}, dict):
-                raise self.refused(f"{name} in {CONFIG} is {shown(values[name])}, and has to be an object")
+                raise self.refused(f"{name} in {CONFIG} must be an object, not {shown(values[name])}")
 
     def check_target(self, module: str) -> None:
         """Raise UsageError for a module in the file that target_modules does not name: peft would not use it."""
@@ -142,7 +142,7 @@ class _Config:
         return int(rank), alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
     def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
-        """Return as peft does the value of the first pattern that the module's name ends with, else the default."""
+        """Return, as peft does, the value of the first pattern that the module's name ends with, else the default."""
         for pattern, value in (self.values.get(patterns) or {}).items():
             if self._matches(rf"(.*\.)?({pattern})", module):
                 return value

@@ -67,7 +67,7 @@ class AltUp:
         return torch.addcmul(predicted, parts[:, :, None], innovation[:, None])
 
     def scaled(self, corrected: Tensor) -> Tensor:
-        """Return the active stream, scaled per channel where the model does so."""
+        """Return the active stream, scaled per channel if the model does so."""
         active = corrected[:, self.active]
         return active.contiguous() if self._scale is None else active * self._scale
 

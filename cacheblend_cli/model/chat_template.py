@@ -69,7 +69,7 @@ class ChatTemplate:
         return found - GIVEN - self._environment.globals.keys()
 
     def _blame(self, error: Exception, given: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Return (what failed, what to do). Many templates of function-calling models fail without tools."""
+        """Return (failure, hint). Many templates of function-calling models fail without tools."""
         try:
             self._template.render({"enable_thinking": False, "thinking": False, **given, "tools": [], "documents": []})
         except Exception:

@@ -195,8 +195,8 @@ class Decoder:
     - weights: as returned by `load_weights`; they are popped from it
     - weight_dtype: storage of the weights, see `linear`
     - steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU)
-    - part: this rank's part of the model; its layers have only the rank's heads, their inputs and results are the
-      whole model's
+    - part: this rank's part of the model; its layers have only the rank's heads; inputs and results are the whole
+    model's
     """
 
     steady = True
@@ -295,7 +295,8 @@ class Decoder:
 
 
 class _ByRows:
-    """A projection whose first and remaining rows are also needed separately: packed weights cannot be sliced."""
+    """A projection whose first and remaining rows are also available separately, since packed weights cannot be
+    sliced."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
         cut = None if bias is None else (bias[:count], bias[count:])

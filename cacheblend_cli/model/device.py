@@ -27,7 +27,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
+        raise DeviceError(f"{device} does not exist", f"this machine has {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -47,15 +47,15 @@ def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: 
     if needed > free:
         most = free // dtype.itemsize
         raise DeviceError(
-            f"the weights take {_gib(needed)} in {_name(dtype)}, and {_gib(free)} are free on {device}",
+            f"the weights take {_gib(needed)} in {_name(dtype)}; {_gib(free)} are free on {device}",
             f"up to about {most / 1e9:.1f} billion parameters would fit: use a smaller model, end what else uses the GPU, "
             "or use --device cpu",
         )
 
 
 def check_host_room(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str, available: int | None) -> None:
-    """Raise DeviceError if the weights of the layers exceed the host's available bytes, before the system ends the
-    process without a word. available: None if unknown."""
+    """Raise DeviceError if the weights of the layers exceed the host's available bytes, before the system kills the
+    process. available: None if unknown."""
     if spec.generic or available is None:
         return
     count = num_parameters(spec) - spec.vocab_size * spec.hidden_size  # an embedding may stay in its file
@@ -66,7 +66,7 @@ def check_host_room(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str, avai
             smaller = f"--weight-dtype int8 takes {_gib(count)}; or {smaller}"
         stored_as = "int8" if weight_dtype == "int8" else _name(dtype)
         raise DeviceError(
-            f"the weights take {_gib(needed)} in {stored_as}, and {_gib(available)} of memory are available", smaller
+            f"the weights take {_gib(needed)} in {stored_as}; {_gib(available)} of memory are available", smaller
         )
 
 

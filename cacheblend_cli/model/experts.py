@@ -21,7 +21,7 @@ MOST_ROWS = 4096  # rows per pass: with fewer, an expert's weights are read for 
 class Experts:
     """A router chooses per_token experts for each row. Rows are sorted by expert, and each chosen expert computes its
     rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it. of: the layer's
-    weights; the experts' are taken out of them, and all stay in the compute dtype."""
+    weights; the experts' weights are removed from them, and stay in the compute dtype."""
 
     def __init__(self, weights: ModuleWeights, experts: ExpertsSpec) -> None:
         tensors = weights.tensors

@@ -40,8 +40,7 @@ def is_kv_scale(name: str) -> bool:
 def checkpoint_scales(spec: ModelSpec, model_dir: Path, device: torch.device) -> KVScales | None:
     """Read the scales of every layer's K (rotated) and V, one per head or one for all: values are codes times scale.
 
-    None if the checkpoint has none, or has them for integers or for a latent. Raises UsageError if some are missing or
-    not positive.
+    None without scales, or if they are for integers or a latent. Raises UsageError if some are missing or not positive.
     """
     scheme = (spec.config.get(FIELD) or {}).get("kv_cache_scheme")
     of_integers = isinstance(scheme, dict) and (scheme.get("type", "float"), scheme.get("num_bits", 8)) != FLOAT8
@@ -71,8 +70,7 @@ def _scale(files: SafetensorsFiles, name: str, num_kv_heads: int) -> Tensor:
     scale = files.whole(name).float().flatten()
     if scale.numel() not in (1, num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
         raise UsageError(
-            f"{name} is not a scale of float8 KV: it is {scale.tolist()[:4]}, and one positive number, or one for each of the "
-            f"{num_kv_heads} KV heads, is read",
+            f"{name}: expected 1 or {num_kv_heads} positive scales, got {scale.tolist()[:4]}",
             "leave --kv-pool-dtype at auto, which needs no scales",
         )
     return scale.expand(num_kv_heads).clone()

@@ -81,7 +81,7 @@ class Product(ABC):
 
     @property
     def gives_rows(self) -> bool:
-        """Return whether `rows` can be read: the layout in memory is known, and the weight is not rounded to int8."""
+        """Return whether `rows` is available: the layout in memory is known, and the weight is not rounded to int8."""
         return self.scales is None and bool(self._addresses)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Product(ABC):
         return (*found, 0 if bias is None else bias.data_ptr()) if _ALIKE[case] else ()
 
     def _is_alike(self, weight: int, scales: int) -> bool:
-        """Return whether the compiled product gives oneDNN's bits: rounding loses the same of a random row in both."""
+        """Return whether the compiled product gives oneDNN's bits, by comparing a random row."""
         x = torch.randn(STEADY_ROWS, self.shape[1], generator=torch.Generator().manual_seed(0)).to(self.dtype)
         result = compiled.product(x[:1], (weight, scales, 0), self.shape)
         if result is None or not result.any():  # zeros are equal in any order

@@ -236,9 +236,9 @@ def weights_dtype(model_dir: Path) -> str:
 def model_fingerprint(
     spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "", weight_dtype: str = "auto"
 ) -> str:
-    """Return blake2b-128 over everything K and V depend on: shape, RoPE, weights, how they are read and stored, compute
-    dtype, adapter. On the generic path the spec covers only a part of config.json's fields, so all fields count except
-    those that do not affect a forward pass."""
+    """Return blake2b-128 over everything that K and V depend on: shape, RoPE, weights, how they are read and stored,
+    compute dtype, adapter. On the generic path the spec covers only some fields of config.json, so all fields count
+    that may affect a forward pass."""
     # fields added later for other families do not change the fingerprint while they have their default
     values = ((f.name, getattr(spec, f.name), f.default) for f in fields(spec) if f.name != "config")
     shape = {name: value for name, value, default in values if value != default}
@@ -254,15 +254,15 @@ def model_fingerprint(
 def _eos_ids(
     path: Path, generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> frozenset[int]:
-    """Return all ids named by generation_config.json, config.json and the tokenizer: each of them lacks some in one
-    checkpoint or another. If generation_config.json names none, also the token that the chat template puts after an
-    answer (Llama 3's tokenizer names a different one)."""
+    """Return all ids named by generation_config.json, config.json and the tokenizer, since each lacks some in certain
+    checkpoints. If generation_config.json names none, also the token that the chat template puts after an answer (Llama
+    3's tokenizer names a different one)."""
     ids = set[int]()
     for place in (generation, config):
         found = place.get("eos_token_id")
         named = [] if found is None else found if isinstance(found, list) else [found]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
-            raise UsageError(f"eos_token_id of {path} is {found!r}, and has to be an id or a list of ids", "correct it")
+            raise UsageError(f"eos_token_id of {path} must be an id or a list of ids, not {found!r}", "correct it")
         ids.update(named)
     token = tokenizer.special("eos_token")
     own = tokenizer.token_id(token) if token else None

@@ -23,7 +23,7 @@ def locate(name: str) -> Path:
 
 def find_local(name: str) -> Path | None:
     """Return the directory or GGUF file of a model on this machine, None for a hub id that is not in the cache. Raises
-    ModelNotFound for a name that is neither, UsageError for a path that is no model."""
+    ModelNotFound for a name that is neither, UsageError for a path that is not a model."""
     local = named_model(name) or Path(name).expanduser()
     if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
         return local
@@ -42,8 +42,8 @@ def find_local(name: str) -> Path | None:
 
 
 def check_on_disk(name: str) -> None:
-    """Raise ModelNotFound for a model that is not on this machine with all its files, UsageError for a path that is no
-    model."""
+    """Raise ModelNotFound for a model that is not on this machine with all its files, UsageError for a path that is
+    not a model."""
     from cacheblend_cli.model.on_disk import kind_of
 
     path = find_local(name)

@@ -1,7 +1,7 @@
 """Select computation variants by their speed on this machine, measured once, when first needed, and cached.
 
-Nothing is chosen by the CPU's name. A record is kept per CPU, torch version and shape, and serves all thread counts and
-processes, so that answers computed cold, warm or in a batch are computed in the same way.
+Choices do not depend on the CPU's name. A record per CPU, torch version and shape serves all thread counts and
+processes, so that cold, warm and batched answers are computed in the same way.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ def _agree(times: list[float]) -> bool:
 
 
 def _rows(make: Callable[[Tensor], Product], weight: Tensor, x: Tensor, few: int, count: int = 1) -> tuple[Run, Run]:
-    """Return runs of a product with all rows, and of `count` products, which have own copies, with few rows."""
+    """Return runs of a product with all rows, and of `count` products (each with its own copy of the weights) with few
+    rows."""
     products = [make(weight) for _ in range(count)]
     return lambda: products[0](x), lambda: [product(x[:few]) for product in products]
 

@@ -82,7 +82,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 def refuse_other_formats(model_dir: Path) -> None:
-    """Raise UsageError, naming the format, for a directory with only an adapter or weights of another format."""
+    """Raise UsageError, naming the format, for a directory with only an adapter, or with weights in another format."""
     adapter = model_dir / "adapter_config.json"
     if is_there(adapter):
         base = read_object(adapter).get("base_model_name_or_path", "another model")
@@ -107,7 +107,7 @@ AGAIN = "fetch the checkpoint again"
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file exists, also behind a link. Raises UsageError if it is not a regular file: reading a FIFO
+    """Return whether a file exists, following links. Raises UsageError if it is not a regular file: reading a FIFO
     or a device may not end."""
     if path.is_file():
         return True

@@ -38,8 +38,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """Weights, what computes with them, and their storage (`weight_dtype`, see `linear`). The parts of a model do not
-    keep this object: once packed, the original of a weight is freed."""
+    """Weights, with their kernels and storage (`weight_dtype`, see `linear`). Parts of a model do not keep this object,
+    so that the original of a packed weight is freed."""
 
     spec: ModelSpec
     tensors: MutableMapping[str, Tensor]  # by name, in a layer without the layer's number

@@ -1,4 +1,4 @@
-"""Cache of packed weights on disk, which later starts map instead of packing again.
+"""Disk cache of packed weights: later starts map them instead of packing again.
 
 A file holds the weights of one model in one precision, as packed by one version of torch for one CPU. The total size is
 limited; the least recently used file goes first.
@@ -64,8 +64,7 @@ class Writer(threading.Thread):
             self._done.set()
 
     def wait(self) -> None:
-        """Wait for the end. Unlike `join`, which when interrupted considers the thread finished in CPython 3.11
-        (bpo-45274)."""
+        """Wait for the end. `join`, when interrupted, considers the thread finished in CPython 3.11 (bpo-45274)."""
         self._done.wait()
 
     def stop(self) -> None:
@@ -137,7 +136,7 @@ class PackedCache:
                 temporary.unlink(missing_ok=True)
 
     def _most(self) -> int:
-        """Return the largest size of a file, 0 where none can be written."""
+        """Return the largest size of a file, 0 if none can be written."""
         try:
             private_files.make_folder(self.path.parent)
             return min(self._max_bytes, shutil.disk_usage(self.path.parent).free // FREE_SHARE)

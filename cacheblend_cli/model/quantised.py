@@ -45,15 +45,15 @@ class Stored:
         """Return rows and columns of a part that has one of these dtypes. Raises UsageError otherwise."""
         shape = self.shape(part)
         if self.parts[part][0] not in kinds or len(shape) != 2:
-            raise self.damaged(part, f"it is {self.parts[part][0]} {list(shape)}, and a matrix of {kinds[0]} is read")
+            raise self.damaged(part, f"expected a matrix of {kinds[0]}, got {self.parts[part][0]} {list(shape)}")
         return shape[0], shape[1]
 
     def check(self, part: str, *known: Shape, kinds: tuple[str, ...] = FLOATS) -> None:
         """Raise UsageError if a part has none of the shapes that the other parts imply, or another dtype."""
         if (shape := self.shape(part)) not in known:
-            raise self.damaged(part, f"it has the shape {list(shape)}, and {list(known[-1])} is implied")
+            raise self.damaged(part, f"expected shape {list(known[-1])}, got {list(shape)}")
         if self.parts[part][0] not in kinds:
-            raise self.damaged(part, f"it is {self.parts[part][0]}, and {', '.join(kinds)} is read")
+            raise self.damaged(part, f"expected {' or '.join(kinds)}, got {self.parts[part][0]}")
 
     def rows(self, part: str, start: int, stop: int) -> Tensor:
         return self.files.read(f"{self.module}.{part}", start, stop)
@@ -143,7 +143,7 @@ def _packed(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
         stored.check("g_idx", (inputs,), kinds=("I32", "I64"))
         named = stored.whole("g_idx")
         if not 0 <= int(named.min()) <= int(named.max()) < groups:
-            raise stored.damaged("g_idx", f"it names group {int(named.max())}, and there are {groups}")
+            raise stored.damaged("g_idx", f"it names group {int(named.max())} of {groups}")
     return Packed(stored, how, (outputs, inputs))
 
 
@@ -203,7 +203,7 @@ def _scaled(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
         rows, words = stored.matrix("weight_packed", "I32")
         shape = tuple(stored.whole("weight_shape").tolist()) if "weight_shape" in stored else ()
         if not how.packed or len(shape) != 2 or shape[0] != rows or words != -(-shape[1] * how.bits // 32):
-            raise stored.damaged("weight_packed", f"it is [{rows}, {words}], and weight_shape says {list(shape)}")
+            raise stored.damaged("weight_packed", f"it is [{rows}, {words}]; weight_shape says {list(shape)}")
     scale = next((name for name in SCALES if name in stored), SCALES[-1])
     grid: list[Shape] = [(), (1,), (shape[0],), (shape[0], 1)]
     if how.block is not None:
@@ -276,9 +276,7 @@ def _bitsandbytes(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
     rows, columns = stored.matrix("weight", "I8")
     stored.check("SCB", (rows,))
     if "weight_format" in stored and int(stored.whole("weight_format")) != 0:
-        raise stored.damaged(
-            "weight_format", f"it is {int(stored.whole('weight_format'))}, and only 0 (by rows) is read"
-        )
+        raise stored.damaged("weight_format", f"expected 0 (by rows), got {int(stored.whole('weight_format'))}")
     return EightBits(stored, how, (rows, columns))
 
 
@@ -294,7 +292,7 @@ def _four_bits(stored: Stored, how: Quantisation, name: str) -> QuantisedWeight:
         raise stored.damaged(name, f"the weight's shape is {[rows, columns]}, in blocks of {block}")
     kind, shape = stored.parts.get("weight", ("", ()))
     if kind not in _BYTES or math.prod(shape) * _BYTES[kind] != -(-rows * columns // 2):
-        raise stored.damaged("weight", f"it is {kind} {list(shape)}, and half of {rows * columns} bytes are implied")
+        raise stored.damaged("weight", f"expected half of {rows * columns} bytes, got {kind} {list(shape)}")
     blocks = -(-rows * columns // block)
     stored.check("weight.quant_map", (16,))
     stored.check("weight.absmax", (blocks,), kinds=("U8",) if _is_nested(stored) else ("F32",))
@@ -320,7 +318,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {
 
 
 class DequantisedTensors:
-    """A `TensorSource`. Tensors that are not quantised in the files are passed on, whatever the config says."""
+    """A `TensorSource`. Tensors that are not quantised in the files are passed on, even if the config says
+    otherwise."""
 
     block_bytes = 4 << 20  # of float32: unpacking takes several times as much in addition
 

@@ -202,7 +202,7 @@ def check_divisible(spec: ModelSpec, size: int) -> None:
 
 
 def _indivisible(spec: ModelSpec, size: int) -> str:
-    """Return the part of the model that `size` ranks cannot share; "" if they can."""
+    """Return the part of the model that `size` ranks cannot share, "" if they can share all."""
     if spec.num_heads % size:
         return f"{spec.num_heads} attention heads"
     for layer in range(spec.num_layers):

@@ -25,14 +25,14 @@ WAIT_S = 0.01
 
 
 class RankLost(DeviceError):
-    """A rank died or hangs: the model cannot compute any more."""
+    """A rank died or hangs, so the model cannot compute any more."""
 
 
 class Ranks(OneRank):
     """This process among the ranks. All ranks call the same methods in the same order, with tensors of the same shapes.
 
     - device: device of exchanged tensors, by NCCL on GPUs and gloo on CPUs; messages always go by gloo
-    - lost: makes the error of a failed exchange from its reason
+    - lost: returns the error of a failed exchange, given the reason
     - failed: called when this rank alone fails in the middle of a computation
     - exchanges: number of exchanges this rank has begun; odd while it waits for the others
     """
@@ -158,7 +158,7 @@ class Ranks(OneRank):
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Return whether all ranks raise the error at the same place: they got its cause, or agreed on it."""
+    """Return whether all ranks raise the error at the same place, because they got its cause or agreed on it."""
     return isinstance(error, UsageError) or getattr(error, "is_agreed", False)
 
 

@@ -40,7 +40,7 @@ PARTS: tuple[Part, ...] = ("weights", "decoder")
 
 
 def remember(start: Start, part: Part, files: Iterable[Path]) -> None:
-    """Record which files a start with these settings reads."""
+    """Record the files that a start with these settings reads."""
     place, text = _place(start, part), "\n".join(os.path.realpath(file) for file in files)
     if user_cache.recall(place) != text:
         user_cache.keep(place, text)

@@ -79,8 +79,8 @@ def recommend(machine: Machine) -> Candidate:
 
 
 def best_of(here: Sequence[Candidate], machine: Machine) -> Candidate | None:
-    """Return the best of the candidates that are on this machine; None if none suits it, or only SmolLM2, which is
-    used without a setting, while a larger model is recommended."""
+    """Return the best candidate on this machine. None if none suits it, or if only SmolLM2 does (the default) while a
+    larger model is recommended."""
     best = recommend(machine)
     if best in here:
         return best

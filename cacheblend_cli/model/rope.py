@@ -162,7 +162,7 @@ def _yarn(rope: Rope, plain: Tensor, max_positions: int) -> tuple[Tensor, float]
     factor = rope["factor"] or max_positions / original
 
     def dimension(turns: float) -> float:
-        """Return the dimension that makes so many turns over the original length."""
+        """Return the dimension that makes this many turns over the original length."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
     low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)

@@ -31,9 +31,8 @@ class Cut:
 
 
 class ShardedTensors:
-    """A `TensorSource` over another one: only the rows and columns of a rank, and no tensors that only other ranks
-    need. From safetensors files nothing else is read. Quantised tensors are dequantised in blocks of rows before they
-    are cut."""
+    """A `TensorSource` over another one: only the tensors, rows and columns that a rank needs. Nothing else is read
+    from safetensors files. Quantised tensors are dequantised in blocks of rows before they are cut."""
 
     def __init__(self, source: TensorSource, cuts: Mapping[str, Cut], model: ModelSpec) -> None:
         """cuts: by name in the checkpoint; model: the whole one."""

@@ -101,7 +101,7 @@ class StreamsSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a decoder-only model. Sizes in elements. Fields without a default describe a Llama; the others are
+    """The shape of a decoder-only model. Sizes in elements. Fields without a default describe a Llama; others are
     features beyond Llama."""
 
     architecture: str
@@ -239,9 +239,9 @@ class ModelSpec:
         """Maximum tokens of a prompt and its answer: `max_position_embeddings` after RoPE's scaling.
 
         Computed as in vLLM (`_get_and_verify_max_len` in vllm/config/model.py): a linear, dynamic or yarn factor
-        lengthens the context (for yarn the original one); llama3 and longrope state the longer one. transformers
-        defines `factor` in the same way (modeling_rope_utils.RopeParameters) and sets no limit itself. Its null factor
-        for yarn is the ratio of `max_position_embeddings` to the original length.
+        lengthens the context (for yarn the original one); for llama3 and longrope it is the longer one already.
+        transformers defines `factor` in the same way (modeling_rope_utils.RopeParameters) and sets no limit itself. Its
+        null factor for yarn is the ratio of `max_position_embeddings` to the original length.
         """
         factor = self.rope.get("factor")
         if self.rope["rope_type"] not in LENGTHENED or factor is None:

@@ -1,6 +1,6 @@
 """Chat templates, rendered in another process with limits: a template is a program that comes with a model.
 
-Texts of users never pass through a template, only sentinels do, so a render depends on the template, the messages, the
+Only sentinels pass through a template, never users' texts, so a render depends on the template, the messages, the
 variables and the date. Jinja is imported only in the other process, which all templates share.
 """
 
@@ -46,7 +46,7 @@ _PROCESS = LimitedProcess(__name__)
 
 
 def warm_up() -> None:
-    """Start the process, so that it imports jinja while the caller does something else."""
+    """Start the process, so that it imports jinja in parallel."""
     with suppress(OSError):  # `render` tells
         _PROCESS.start()
 
@@ -65,7 +65,7 @@ def render(
     """
     limits = limits or TemplateLimits()
     if len(source) > limits.source:
-        raise TemplateFailed(f"it has {len(source):,} characters, and {limits.source:,} is the limit")
+        raise TemplateFailed(f"it has {len(source):,} characters; the limit is {limits.source:,}")
     request = {"source": source, "given": given, "variables": variables, "now": now.isoformat()}
     try:
         answer = json.loads(_PROCESS.ask(json.dumps(request | {"limits": asdict(limits)}).encode()))
@@ -92,7 +92,7 @@ def _answer(message: bytes) -> bytes:
         with limits(most.seconds, most.memory):
             rendered = _render(**request)
         if len(rendered.text) > (longest := len(message) + most.added):
-            raise TemplateFailed(f"its result has {len(rendered.text):,} characters, and {longest:,} is the limit")
+            raise TemplateFailed(f"its result has {len(rendered.text):,} characters; the limit is {longest:,}")
         answer = asdict(rendered)
     except TemplateFailed as error:
         answer = {"failed": error.reason[:_REASON], "hint": error.hint}

@@ -33,12 +33,12 @@ class SafetensorsFiles:
                 header_bytes = int.from_bytes(stream.read(8), "little")
             if MOST_HEADER_BYTES < header_bytes <= file.stat().st_size:
                 raise UsageError(
-                    f"{file} has a header of {header_bytes:,} bytes, and {MOST_HEADER_BYTES:,} is the limit", AGAIN
+                    f"{file} has a header of {header_bytes:,} bytes; the limit is {MOST_HEADER_BYTES:,}", AGAIN
                 )
             try:
                 with safe_open(file, framework="pt") as handle:
                     if (count := len(handle.keys())) > MOST_TENSORS:
-                        raise UsageError(f"{file} holds {count:,} tensors, and {MOST_TENSORS:,} is the limit", AGAIN)
+                        raise UsageError(f"{file} holds {count:,} tensors; the limit is {MOST_TENSORS:,}", AGAIN)
                     slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
                     found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             except SafetensorError as error:

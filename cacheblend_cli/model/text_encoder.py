@@ -55,7 +55,7 @@ class TextEncoder:
         return checked_ids(self._tokenizer, text, self._num_embeddings)
 
     def _pieces(self, text: str, ids: list[int]) -> list[str]:
-        """Cut the text after the first character of every control token that is among the ids."""
+        """Cut the text after the first character of every control token found in the ids."""
         contents = {self._control[i] for i in ids if i in self._control}
         cuts = [match.start() + 1 for match in re.finditer("|".join(f"(?={re.escape(c)})" for c in contents), text)]
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -63,8 +63,8 @@ class TextEncoder:
 
 @contextmanager
 def checked(refusal: Callable[[BaseException], UsageError]) -> Iterator[None]:
-    """Turn an error of the tokenizers library into a UsageError. It raises bare Exception, and where its Rust code
-    panics a PanicException, which is not an Exception."""
+    """Convert an error of the tokenizers library to UsageError. It raises bare Exception and, if its Rust code panics,
+    PanicException, which is not an Exception."""
     try:
         yield
     except CacheBlendError:
@@ -91,7 +91,7 @@ def checked_ids(tokenizer: tokenizers.Tokenizer, text: str, num_embeddings: int)
     if max(ids, default=0) >= num_embeddings:
         bad = next(i for i in ids if i >= num_embeddings)
         raise TextRefused(
-            f"the token {tokenizer.id_to_token(bad)!r} has the id {bad}, and the model has {num_embeddings} "
+            f"the token {tokenizer.id_to_token(bad)!r} has the id {bad}; the model has {num_embeddings} "
             "embeddings (vocab_size in config.json)",
             "the tokenizer and the weights belong to different models",
         )

@@ -13,8 +13,8 @@ _UNFINISHED = "\ufffd"
 class TextStream:
     """Turn a growing list of ids into pieces of text as soon as later ids cannot change them.
 
-    Only the ids since the last piece are decoded, after the id before them: a decoder treats the beginning of a text
-    specially (dropping a space, say), and this id absorbs that. Held back are:
+    Only the ids since the last piece are decoded, together with the id before them, which absorbs a decoder's special
+    treatment of the beginning of a text (such as dropping a space). Held back are:
 
     - one U+FFFD at the end, which later ids may complete to a character;
     - a run of byte tokens such as <0xE8>, until it ends: the decoder decodes it as a whole, and writes U+FFFD for every
@@ -43,7 +43,7 @@ class TextStream:
         return piece
 
     def held(self) -> str:
-        """Return the text that would be shown if no further token came."""
+        """Return the text held back so far, as it would be shown at the end."""
         return self._tokenizer.decode(self._ids)[self._shown :]
 
     def flush(self) -> str:

@@ -28,7 +28,7 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
         """num_embeddings: the model's. A tokenizer may have more tokens (such as an added padding token); text that
-        needs one of them is refused."""
+        needs such a token is refused."""
         path = model_dir / "tokenizer.json"
         if not is_there(path):
             raise NotFoundError(
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def beginning(self) -> str:
-        """Text that the tokenizer itself puts before any text, without a chat template: "" or a control token."""
+        """Text that the tokenizer puts before any text, without a chat template: "" or a control token."""
         with checked(lambda error: UsageError(f"the tokenizer cannot begin a text: {error}", AGAIN)):
             ids = self._tokenizer.encode("").ids
         return self.decode([i for i in ids if str(self._tokenizer.id_to_token(i)) == self.special("bos_token")], False)
@@ -109,8 +109,8 @@ class Tokenizer:
         return self._encode(self._tokenizer, text)
 
     def encode_template_rest(self, text: str) -> list[int]:
-        """`encode_template` for text that follows other text: its first run, up to a control token, is encoded as the
-        middle of a text. Later runs are encoded as text after a control token."""
+        """Encode template text that follows other text: the first run, up to a control token, as the middle of a text;
+        later runs as text after a control token."""
         first = self._encode(self._middle, text)
         whole = self.encode_template(text)
         return first[: self._first_control(first)] + whole[self._first_control(whole) :]
@@ -151,7 +151,7 @@ class Tokenizer:
         value = self.config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, str | None):
-            raise UsageError(f"{name} in the tokenizer's configuration is {text!r}, and has to be a token", AGAIN)
+            raise UsageError(f"{name} in the tokenizer's configuration must be a token, not {text!r}", AGAIN)
         return text
 
     def special_in(self, text: str) -> str | None:

@@ -1,9 +1,9 @@
 """Stages of a tokenizer.json, edited to encode text in the middle of a prompt, and its control tokens.
 
-Tokenizers flag control tokens and text that the model was trained on as one token alike, as added tokens: Gemma lists
-line breaks, runs of spaces and HTML tags that are not special, and neither Qwen's `<tool_call>` nor DeepSeek's token
-for a user's turn is special. In documents a text token is matched as the model's own tokenizer does; text never yields
-a control token.
+Added tokens can be control tokens, or text that the model was trained on as one token, and the flag `special` does not
+tell them apart: Gemma lists line breaks, runs of spaces and HTML tags that are not special, and neither Qwen's
+`<tool_call>` nor DeepSeek's token for a user's turn is special. In documents a text token is matched as the model's own
+tokenizer does; text never yields a control token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HTML = frozenset(
 
 
 def check_growth(data: Stage) -> None:
-    """Raise ValueError for a tokenizer.json that makes a long text of a short one, and any exception if it is not a
+    """Raise ValueError for a tokenizer.json that turns a short text into a long one, and any exception if it is not a
     tokenizer."""
     for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
         stages = [stage for part in parts for stage in _objects(data.get(part))]
@@ -50,7 +50,8 @@ def check_growth(data: Stage) -> None:
 
 
 def _objects(value: Any) -> Iterator[Stage]:
-    """Yield all objects in a JSON value. Stages are told by their fields: the library reads some without a type."""
+    """Yield all objects in a JSON value. Stages are recognised by their fields, since the library reads some without a
+    type."""
     if isinstance(value, dict):
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

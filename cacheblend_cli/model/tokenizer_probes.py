@@ -1,4 +1,4 @@
-"""What a model's tokenizer and chat template do, found out by trying: with document text, and at the end of a turn."""
+"""Probes of a model's tokenizer and chat template: with document text, and at the end of a turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = {
 
 
 def text_check(tokenizer: Tokenizer) -> str:
-    """Describe what happens to document text: everything is kept, or what is refused or changed."""
+    """Describe how document text is encoded: all kept, or the kinds of text that are refused or changed."""
     found = [f"{name}: {fault}" for name, text in SAMPLES.items() if (fault := _fault(tokenizer, text))]
     return "; ".join(found) or f"kept as written: {', '.join(SAMPLES)}"
 

@@ -152,8 +152,8 @@ class _Shapes:
 
 
 def name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """Return the model's name of a stored tensor: a bare model (LlamaModel) is saved without the `model.` prefix, and a
-    language model inside another one with `language_model.` before or after it."""
+    """Return the model's name of a stored tensor. A bare model (LlamaModel) is saved without the prefix `model.`; a
+    language model inside another one has `language_model.` before or after it."""
     own = stored.replace("language_model.", "")
     known = (own, f"model.{own}", own.removeprefix("model."))
     return next((name for name in known if name in shapes), None)

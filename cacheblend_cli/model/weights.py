@@ -67,8 +67,8 @@ in memory; and the part of the file."""
 
 
 class Weights(dict[str, Tensor]):
-    """Tensors by our names. Some stay in their files until popped, and meta tensors stand for them. copied: whoever
-    pops a matrix copies it (packs it, or rounds it to int8), so that the next layer's can have its memory."""
+    """Tensors by our names. Some stay in their files until popped; meta tensors replace them. copied: popped matrices
+    are copied at once (packed, or rounded to int8), so that the next layer's can use the memory."""
 
     def __init__(self, copied: bool, progress: Callable[[int], None]) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class Weights(dict[str, Tensor]):
         self[name], self._parts[name] = torch.empty(shape, dtype=dtype, device="meta"), parts
 
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
-        """Remove and return a tensor. One that was left in its files is, if `copied`, valid until the same tensor of
-        another layer is popped."""
+        """Remove and return a tensor. If `copied`, a tensor that was left in its files is valid until another layer's
+        is popped."""
         held, parts = super().pop(name), self._parts.pop(name, None)
         if parts is None:
             return held
@@ -120,10 +120,10 @@ def load_weights(
     that need no conversion stay mapped in the file until popped. The embedding, of which a prompt needs few rows, stays
     mapped for good if the file has plain numbers, in the file's dtype, under the name IN_FILE.
 
-    matrices: when those of OWN_MAPPING bytes or more are read, except embeddings. "now"; "late", on a CPU: one at a
-    time, as they are popped, which requires products that copy their weights (see `Weights`); "hollow": never, meta
-    tensors stand for them. progress: called with the share of the weights read so far. A tied model's file may hold
-    the embedding, the head or both; two that differ are both used, as in transformers.
+    matrices: when matrices of OWN_MAPPING bytes or more are read, except embeddings. "now"; "late" (CPU only): when
+    they are popped, which requires products that copy their weights (see `Weights`); "hollow": never, they are meta
+    tensors. progress: called with the share of the weights read so far. A tied model's file may hold the embedding, the
+    head or both; if they differ, both are used, as in transformers.
 
     Raises UsageError for a missing tensor, a wrong shape, a tensor that is not part of the model, quantised weights,
     and an adapter of another model.
@@ -149,7 +149,7 @@ def load_weights(
 
 
 def _share_of(total: int, progress: Callable[[float], None] | None) -> Callable[[int], None]:
-    """Return a callback for numbers that were read, which reports their share of the total."""
+    """Return a callback that takes counts of read numbers, and reports their share of the total."""
     done = 0
 
     def report(count: int) -> None:
@@ -162,7 +162,7 @@ def _share_of(total: int, progress: Callable[[float], None] | None) -> Callable[
 
 
 def _checked(spec: ModelSpec, source: TensorSource, headers: Iterable[Header], model_dir: Path) -> list[WeightTensor]:
-    """Return the model's tensors in the checkpoint. Raises UsageError unless they are there once, and no others."""
+    """Return the model's tensors in the checkpoint. Raises UsageError for missing, duplicate and unexpected tensors."""
     shapes = expected_shapes(spec)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
@@ -182,14 +182,14 @@ def _checked(spec: ModelSpec, source: TensorSource, headers: Iterable[Header], m
         tensors[name] = WeightTensor(stored, name, *shapes[name])
         if found != tensors[name].shape:
             raise UsageError(
-                f"tensor {stored} has shape {list(found)}, and config.json implies {list(tensors[name].shape)}",
+                f"tensor {stored} has shape {list(found)}; config.json implies {list(tensors[name].shape)}",
                 "the weights and config.json belong to different models",
             )
     one_of = {EMBEDDING, HEAD} if spec.tied and tensors.keys() & {EMBEDDING, HEAD} else set[str]()
     missing = sorted(shapes.keys() - tensors.keys() - one_of)
     if missing:
         raise UsageError(
-            f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}", "fetch the checkpoint again"
+            f"{model_dir} lacks {len(missing)} tensors (first: {missing[0]})", "fetch the checkpoint again"
         )
     return list(tensors.values())
 
@@ -208,7 +208,7 @@ def _check_unused(spec: ModelSpec, source: TensorSource, stored: str, found: Sha
 
 @dataclass
 class _Loader:
-    """Decides for each tensor where its numbers are until they are used, and adds it to the weights."""
+    """Decides for each tensor where its data stays until it is used, and adds it to the weights."""
 
     spec: ModelSpec
     source: TensorSource
@@ -282,7 +282,7 @@ class _Loader:
 
 
 def _is_of_product(spec: ModelSpec, tensor: WeightTensor) -> bool:
-    """Return whether only products use this weight. Latent attention multiplies with slices of kv_b_proj."""
+    """Return whether only products use this weight. (Latent attention multiplies with slices of kv_b_proj.)"""
     elsewhere = tensor.target in ("embed", TOKEN_EMBEDDING) or tensor.target.endswith(".kv_b_proj.weight")
     return not elsewhere and not (spec.tied and tensor.name == HEAD)
 

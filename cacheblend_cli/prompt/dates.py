@@ -1,7 +1,7 @@
 """Dates in chat templates.
 
-The date is part of the prefix and so of every key. Collections in the store therefore keep their date (see
-`records.kept_day`) until the user asks for another.
+The date is part of the prefix, and so of every key. So collections in the store keep their date (see
+`records.kept_day`) until the user chooses another.
 """
 
 from __future__ import annotations

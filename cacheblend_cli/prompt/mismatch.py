@@ -1,5 +1,5 @@
-"""Errors for a question without usable chunks. They say how the nearest stored collection differs from the requested
-one."""
+"""Errors for a question without usable chunks. They name the differences between the nearest stored collection and the
+requested one."""
 
 from __future__ import annotations
 

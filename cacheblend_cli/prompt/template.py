@@ -94,7 +94,7 @@ class PromptTemplate:
         return [*around, rest]
 
     def differences(self, chunks: Sequence[str], question: str, prompt_ids: Sequence[int]) -> list[str]:
-        """Describe where the prompt's ids decode to different text than the template renders.
+        """Describe where the prompt's ids decode to text other than the rendered template.
 
         Covers the first place where the tokenizer does not round-trip, and the first that is due to encoding in parts.
         """
@@ -106,14 +106,10 @@ class PromptTemplate:
         differences_found = []
         if whole != rendered:
             read, written = _first_difference(whole, rendered)
-            differences_found.append(
-                f"the tokenizer reads {read!r} where {written!r} is written, also when nothing is cut"
-            )
+            differences_found.append(f"the tokenizer reads {written!r} as {read!r}, even without cutting")
         if decoded != whole:
             read, written = _first_difference(decoded, whole)
-            differences_found.append(
-                f"the prompt reads {read!r} where it is cut into chunks, and {written!r} when it is encoded as a whole"
-            )
+            differences_found.append(f"cut into chunks, the prompt reads {read!r}; encoded as a whole, {written!r}")
         return differences_found
 
 

@@ -105,14 +105,16 @@ def check_prompt(prompt: str) -> None:
     """Raise UsageError for a prompt without both placeholders in order, or with unknown placeholders."""
     unknown = sorted(set(_PLACE.findall(prompt)) - {CHUNKS, QUESTION, SOURCE})
     if unknown:
-        raise UsageError(f"the prompt has the place {unknown[0]}", f"known: {CHUNKS}, {QUESTION}, {SOURCE}")
+        raise UsageError(
+            f"the prompt has the unknown placeholder {unknown[0]}", f"known: {CHUNKS}, {QUESTION}, {SOURCE}"
+        )
     for place in (CHUNKS, QUESTION):
         if prompt.count(place) != 1:
             count = "no" if place not in prompt else f"{prompt.count(place)} times the"
-            raise UsageError(f"the prompt has {count} place {place}", "it needs it once")
+            raise UsageError(f"the prompt has {count} placeholder {place}", "it needs it once")
     if prompt.count(SOURCE) > 1 or prompt.find(SOURCE) > prompt.index(CHUNKS):
         raise UsageError(
-            f"the prompt has {SOURCE} twice, or behind {CHUNKS}",
+            f"the prompt has {SOURCE} twice, or after {CHUNKS}",
             f"use it once, right before {CHUNKS}: the text from its line to there is repeated before every chunk",
         )
     if prompt.index(QUESTION) < prompt.index(CHUNKS):

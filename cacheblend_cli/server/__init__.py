@@ -1,1 +1,1 @@
-"""HTTP, the page and the warm socket: an engine that other programs ask."""
+"""HTTP, the page and the warm socket: serve an engine to other programs."""

@@ -44,7 +44,7 @@ def _read_origin(text: str) -> str:
 class AuthMiddleware:
     """Refuse a request, or count it and pass it on. For /v1, /api and /mcp, the scope's state gets the tenant.
 
-    is_owner: all requests are by the user who runs the server: no key needed, the store's own tenant.
+    is_owner: all requests come from the user who runs the server: no key needed, the store's own tenant.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, *, is_owner: bool = False) -> None:

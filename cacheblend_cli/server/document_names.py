@@ -23,8 +23,8 @@ def public_title(name: str) -> str:
 
 
 def distinct_paths(names: Iterable[str], roots: Collection[str]) -> dict[str, str]:
-    """Return a path for each file whose file name other files have: the shortest that tells all of them apart, at most
-    from the folder that was precomputed on, its own name included.
+    """Return a path for each file that shares its file name: the shortest that distinguishes all of them, starting at
+    most at the precomputed folder's own name.
 
     names: document names, see corpus/places.py. roots: paths that were given to precompute.
     """
@@ -46,8 +46,7 @@ def distinct_paths(names: Iterable[str], roots: Collection[str]) -> dict[str, st
 
 
 def _public_parts(name: str, roots: Collection[str]) -> list[str]:
-    """Return the parts of a path from the outermost root above it on; of a file that was given itself, from its
-    folder on."""
+    """Return the parts of a path, starting at the outermost root above it, or at the folder of a file given itself."""
     above = [path for path in with_parents(name) if path in roots]
     if not above:
         return [name.rpartition("/")[2]]

@@ -216,7 +216,7 @@ async def list_documents(request: Request, state: ServerState) -> Response:
 
 
 async def read_document(request: Request, state: ServerState) -> Response:
-    """Return a document with its chunks in order: text, place, headings."""
+    """Return a document and its chunks in order: text, place, headings."""
     document_id, tenant = request.path_params["id"], tenant_of(request)
 
     def read() -> bytes:
@@ -241,13 +241,13 @@ async def read_document(request: Request, state: ServerState) -> Response:
 
 
 async def _read_reply(request: Request, state: ServerState, read: Callable[[], bytes]) -> Response:
-    """Return the JSON that `read` makes in a thread, where a long reply does not stop the event loop."""
+    """Return the JSON of `read`, run in a thread so that a long reply does not block the event loop."""
     work = state.in_pool(tenant_of(request), read)
     return Response(await unless_disconnected(request, work), media_type=JSON)
 
 
 async def delete_document(request: Request, state: ServerState) -> Response:
-    """Delete a document that was put, and chunks that only it has."""
+    """Delete an uploaded document, and the chunks that no other document has."""
     document_id, tenant = request.path_params["id"], tenant_of(request)
 
     def delete() -> None:

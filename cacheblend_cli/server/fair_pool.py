@@ -19,7 +19,7 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
 
     def forget(self) -> Callable[[], Any]:
-        """Return the work, and keep it no longer."""
+        """Return the work, and drop the reference to it."""
         work, self.work = self.work, lambda: None
         return work
 
@@ -37,7 +37,7 @@ class _Job:
 class FairPool:
     """Daemon threads with a queue for each tenant, round robin; the work of one tenant begins in order.
 
-    Cancelling a future drops its work from the queue. A process does not wait for these threads when it exits.
+    Cancelling a future drops its work from the queue. Process exit does not wait for these threads.
     """
 
     def __init__(self, name: str, num_threads: int, most_per_tenant: int | None = None) -> None:

@@ -86,8 +86,8 @@ class LimitedProtocol(H11Protocol):
     def check(self, now: float, late: float = 0.0) -> None:
         """Close the connection if the client is too slow.
 
-        now: time.monotonic(). late: seconds by which the event loop was delayed since the last check. Nothing could be
-        read meanwhile, so deadlines move by as much.
+        now: time.monotonic(). late: seconds by which the event loop was delayed since the last check. No data could be
+        read meanwhile, so deadlines move by that time.
         """
         if late > 0:
             self._answered += late

@@ -62,7 +62,7 @@ def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Messa
 
     In a user message an element stays in place without its text. Elements of a system message are moved before the
     question without their text, and white space between them is dropped: so the system prompt, the prefix of stored KV,
-    does not depend on what was retrieved. Raises PromptTooLong.
+    does not depend on the retrieved passages. Raises PromptTooLong.
     """
     state.engine.prompts.check_characters(sum(map(num_characters, messages)), 1)
     texts = [_text(message) for message in messages]
@@ -111,8 +111,8 @@ def elements_of(text: str) -> list[Element]:
 
 
 def _begins(kind: str, own: dict[str, str], opened: re.Match[str] | None, given: dict[str, str]) -> bool:
-    """Return whether a tag begins an element, so that prose only mentions the tag opened before it; else it is part of
-    that element, or text in it."""
+    """Return whether a tag begins an element (the tag opened before it is then only a mention), or belongs to the open
+    element."""
     if opened is None:
         return True
     is_named, was_named = (bool(names.keys() & set(_NAMES)) for names in (own, given))

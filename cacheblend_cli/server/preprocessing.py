@@ -156,7 +156,7 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
 
 
 def _retrieves(state: ServerState, parsed: ParsedRequest) -> bool:
-    """Return whether to search for a chat that does not say what to answer from."""
+    """Return whether to search for a chat without documents, chunks or search."""
     body = parsed.body
     if not state.settings.retrieve or parsed.raw or body.wants_chunks or body.search is False:
         return False

@@ -57,7 +57,7 @@ class RequestEvents:
             yield event
 
     async def done(self) -> Done:
-        """Return the last event. Raises what `events` raises."""
+        """Return the last event. Raises the errors of `events`."""
         async for event in self.events():
             if isinstance(event, Done):
                 return event

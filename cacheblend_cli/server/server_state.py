@@ -129,9 +129,9 @@ class ServerState:
     ) -> T:
         """Run work of a tenant in a pool, by default the light threads.
 
-        If this task is cancelled, because the client has left, or the server stops: work that is queued is dropped,
-        and running work is cancelled. A cancelled task ends with its running work, so that the request is counted as
-        long as its texts are in memory. Raises ApiError if the server stops first.
+        If this task is cancelled (the client has left) or the server stops, queued work is dropped and running work
+        cancelled. A cancelled task waits for its running work, so that the request counts while its texts are in
+        memory. Raises ApiError if the server stops first.
         """
         future = (pool or self.pools.light).submit(tenant.name, work)
         try:
@@ -144,7 +144,7 @@ class ServerState:
                     await first_of(asyncio.wrap_future(future), self.ended.wait())
 
     async def write(self, tenant: Tenant, work: Callable[[], T]) -> T:
-        """Change the store in the writing thread. Running work is waited for, also if the server stops, so that nothing
+        """Change the store in the writing thread. Waits for running work even if the server stops, so that nothing
         contradicts it meanwhile."""
         future = self.pools.writing.submit(tenant.name, work)
         try:

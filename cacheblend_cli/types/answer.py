@@ -1,4 +1,4 @@
-"""Answer: what was generated, how its prompt got its KV, and how long that took."""
+"""Answer: generated text, origin of the prompt's KV, and durations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Timing:
 @dataclass(frozen=True)
 class Verification:
     """Blended KV compared with a full prefill, which is fed the answer's tokens (teacher-forced), up to the first
-    difference: so far both have the same context."""
+    difference, since until then both have the same context."""
 
     kl: float  # KL(full || blended) at the first token, nats
     top1_agree: bool  # both have the same most likely first token
@@ -84,7 +84,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The answer from blended KV beside the one that a full prefill gives, drawn with the same seed."""
+    """The answer from blended KV beside a full prefill's answer, drawn with the same seed."""
 
     confirmed: bool  # the full prefill's answer is the same
     first_difference: int | None  # index of the first token that differs, None if all are the same
@@ -95,7 +95,7 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Risk:
-    """Estimated probability that one of the answer's tokens differs from a full prefill's. Where it exceeded the limit,
+    """Estimated probability that one of the answer's tokens differs from a full prefill's. If it exceeded the limit,
     the answer is a full prefill's."""
 
     estimate: float  # probability, 0 to 1; 0 for a full prefill's answer

@@ -1,4 +1,4 @@
-"""AskRequest: a question and all that its answer depends on."""
+"""AskRequest: a question and everything that its answer depends on."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PLAIN = "{chunks}{question}"
 
 @dataclass(frozen=True)
 class Scope:
-    """Documents at or below a path, or matching a pattern; with neither, all but those sent with a request (see
-    corpus/scopes.py: holds)."""
+    """Documents at or below a path, or matching a pattern; with neither, all documents except those sent with a request
+    (see corpus/scopes.py: holds)."""
 
     path: str = ""  # a real path
     pattern: str = ""  # a real path with *, ? and [...], which match slashes too
@@ -55,7 +55,7 @@ class SearchParams:
 
     @classmethod
     def of(cls, settings: Settings, scope: Scope = EVERYTHING) -> SearchParams:
-        """Return the settings' parameters. Hits are cut unless their number is set."""
+        """Return the settings' parameters. Hits far below the best are cut unless their number is set."""
         k, cut = settings.top_k or NUM_HITS, settings.top_k is None
         return of_settings(cls, settings, k=k, cut=cut, by=settings.search, scope=scope)
 
@@ -92,8 +92,8 @@ class AskOptions:
 
 @dataclass(frozen=True)
 class AskRequest:
-    """A question, and all that its answer depends on. The prompt has the chunks of its documents first, then those with
-    these keys, then those that are found."""
+    """A question, and everything that its answer depends on. The prompt has the chunks of its documents first, then
+    named chunks, then search hits."""
 
     question: str
     keys: Sequence[bytes] = ()
@@ -133,7 +133,7 @@ class AskRequest:
         )
 
     def unstreamed(self) -> AskRequest:
-        """Return the request for an answer that is read when it is complete."""
+        """Return the request with streaming off."""
         return replace(self, options=replace(self.options, stream=False))
 
     @property

@@ -96,7 +96,7 @@ MODEL_SAMPLED = {
 
 
 def model_sampled(resolved: Resolved) -> tuple[str, ...]:
-    """Return the fields that --model-sampling leaves to the model: those that no flag, variable or file sets."""
+    """Return the fields that --model-sampling leaves to the model: fields not set by a flag, variable or file."""
     if not resolved.settings.model_sampling:
         return ()
     return tuple(name for name, setting in MODEL_SAMPLED.items() if resolved.origin[setting] == "default")

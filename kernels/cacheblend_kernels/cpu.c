@@ -1,11 +1,11 @@
 /* Operations between the products of a step on a CPU, each in one pass. compiled.py calls them through ctypes, without the GIL, on
    contiguous arrays. Results depend neither on the number of threads nor on other rows.
 
-   A vector has LANES floats, as many as a register: longer ones are kept in memory, and attention then takes ten times as long. 16 is
-   for AVX-512; cpu_avx2.c compiles the same code with 8; other processors have 4.
+   A vector has LANES floats, as many as a register holds: longer vectors would stay in memory, and attention would take ten times as
+   long. LANES is 16 for AVX-512, 8 in cpu_avx2.c (the same code), and 4 on other processors.
 
-   Each function takes one structure, packed by Python's `struct` in the same order: after a product, whose weights have displaced
-   everything else from the caches, a call costs as much as the memory that it touches. */
+   Each function takes one structure, packed by Python's `struct` in the same order: a product displaces everything
+   else from the caches, so the cost of the next call is the memory that it touches. */
 
 #include "cpu/vectors.h"
 

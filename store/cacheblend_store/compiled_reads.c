@@ -1,7 +1,7 @@
-/* Reads of several values of a file into places of a buffer, checked, in one call without Python's lock.
+/* Read several values of a file into places of a buffer and check them, in one call without Python's lock.
 
-   A value begins with a head (the page header and the blob's own), which is compared, and goes on with parts. Digests
-   are XXH3-128 by the library of Python's xxhash package, whose functions the caller passes. */
+   A value is a head (the page header and the blob's own header), which is compared, followed by parts. Digests are
+   XXH3-128, by functions of Python's xxhash package that the caller passes. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -74,7 +74,7 @@ static int read_value(const reads *given, int64_t i, void *state) {
     return found.high == from_big_endian(digest) && found.low == from_big_endian(digest + 8);
 }
 
-/* Returns whether all values were read whole and are the expected ones. */
+/* Return whether all values were read completely and are the expected ones. */
 int cb_read_values(const reads *given) {
     void *state = given->hash->create_state();
     int right = state && given->num_parts <= MOST_PARTS;

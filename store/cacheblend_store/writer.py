@@ -224,7 +224,7 @@ class StoreWriter:
             if count == most:
                 return False
         raise StoreFull(
-            f"the store's quota is {limit:,} bytes of KV and text, and {self.used_bytes + num_bytes:,} are needed",
+            f"the store's quota is {limit:,} bytes of KV and text; {self.used_bytes + num_bytes:,} are needed",
             "raise --max-size",
         )
 

@@ -1,4 +1,4 @@
-"""The invariants of blending, over every family: what must hold whatever the model, the order and the ratio."""
+"""Invariants of blending over every family, for any model, order and ratio."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_one_chunk_needs_no_repair(setup: Setup) -> None:
 
 
 def test_reuse_of_several_chunks_does_differ(setup: Setup) -> None:
-    """The instrument: were reuse always right, the tests above would prove nothing."""
+    """A check of the tests above: if reuse were always right, they would prove nothing."""
     full = setup.logits(setup.keys[:3], BlendParams(mode="full"), suffix_positions)
     reused = setup.logits(setup.keys[:3], BlendParams(mode="reuse"), suffix_positions)
     assert (full - reused).abs().max() > 1e-3
@@ -184,7 +184,7 @@ def test_what_is_exact_differs_by_the_codecs_rounding(tmp_path: Path, codec: str
 def test_ratio_one_is_full_prefill_with_a_lossy_codec(
     tmp_path: Path, selector: str, codec: str, order: tuple[int, ...]
 ) -> None:
-    """Nothing of what is stored is left, layer 0 and spans in their own context included; the prefix is exact."""
+    """No stored KV is used, not even layer 0 or spans in their own context; the prefix is exact."""
     setup = Setup(tmp_path, "llama-gqa", context="document", kv_dtype=codec)
     keys = [setup.keys[i] for i in order]
     full = setup.logits(keys, BlendParams(mode="full"), suffix_positions)

@@ -1,4 +1,4 @@
-"""Selectors: what each takes, whatever its evidence; and that the evidence is what it says, on a random model."""
+"""Selectors: the tokens that each chooses given its evidence, and the evidence itself on a random model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CANDIDATES = Candidates(
 
 
 class Told:
-    """Evidence that is what it was told."""
+    """Evidence with given values."""
 
     def __init__(self, **values: list[float]) -> None:
         self._values = values
@@ -240,7 +240,7 @@ def test_regression_is_not_led_by_a_token_that_changes_far_more_than_the_others(
 def test_a_small_v_behind_a_window_moves_little(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, window: int | None, most: float
 ) -> None:
-    """Tokens that take attention in mid-text in the place of those before the window."""
+    """Such tokens take the attention that would go to tokens before the window."""
     moved, change = Moved(bench), torch.full((5, 2, 16), 0.5)
     monkeypatch.setattr(moved.layer, "attention", replace(moved.layer.attention, sliding_window=window))
     moved.v[6] *= 0.01

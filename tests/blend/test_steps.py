@@ -1,4 +1,4 @@
-"""What a prefill computes, layer by layer: rows, K and V written, kernels launched."""
+"""Work of a prefill, layer by layer: rows, K and V written, kernels launched."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
 
 @pytest.mark.parametrize("selector", ["query", "hkvd"])
 def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the best of those it would have left; a ratio of 0 recomputes nothing all the same."""
+    """Filled with the best of the remaining rows; a ratio of 0 still recomputes nothing."""
     assert [row_tile_of(torch.device(name)) for name in ("cuda", "cpu")] == [128, 1]
     blend = BlendParams(selector=selector, ratio=0.25)
     plain = counted.prefill(blend)

@@ -37,8 +37,8 @@ def docs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stored(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Chunks collected alone, so that what follows another chunk is in need of repair; later commands collect so
-    too."""
+    """Chunks collected alone, so that a chunk after another needs repair; later commands collect chunks in the same
+    way."""
     monkeypatch.setenv("CACHEBLEND_CONTEXT", "sink")
     result = cli("precompute", "docs", "--chunk-tokens", "40", "--json")
     assert result.code == 0, result.err

@@ -1,4 +1,4 @@
-"""What `ask` says beside the answer: notes, --explain, what it left out, and which model answered."""
+"""Messages of `ask` besides the answer: notes, --explain, omitted hits, and the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_chunk_with_bad_kv_is_named_in_the_json(cli: Cli, stored: list[str], t
 
 
 def test_damaged_records_behind_a_sound_chunk_are_named(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    """Of the prefix, which is computed, and of its document, which says where it stands."""
+    """The record of the prefix, which is then computed, and of the document, which has the chunk's place."""
     ask = ("ask", "who leads?", "--chunks", stored[0], "--max-tokens", "2", "--json", "--no-save")
     [sound] = cli(*ask).records
     assert sound["chunks"][0]["place"]
@@ -56,7 +56,7 @@ def test_damaged_records_behind_a_sound_chunk_are_named(cli: Cli, stored: list[s
     assert answer["chunks"][0]["place"] == ""
     [places, computed] = sorted(answer["notes"])
     assert computed.startswith(f"stored KV {prefix.id[:12]} is not used, it is computed: record")
-    assert places.startswith("records of documents are damaged")
+    assert places.startswith("document records are damaged")
     assert cli("chunks", "verify", "--repair").code == 0
     assert cli("precompute", "docs").code == 0
     assert cli(*ask).records[0]["chunks"] == sound["chunks"]
@@ -159,8 +159,8 @@ def test_explain_tells_what_a_tokenizer_reads_otherwise_than_it_is_written(
     [legacy] = told["llama2-legacy"]
     assert "'<s>[INST] Documents:" in legacy
     assert "'<s>[INST]Documents:" in legacy
-    assert "also when nothing is cut" in legacy
-    assert any("where it is cut into chunks" in line for line in told["joins-lines"])
+    assert "even without cutting" in legacy
+    assert any("cut into chunks" in line for line in told["joins-lines"])
 
 
 def test_a_question_comes_through_a_pipe_without_a_dash(cli: Cli, stored: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""--ratio auto: what is measured, decided, said and kept."""
+"""--ratio auto: measurements, decisions, messages and stored speeds."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_full_prefill_by_estimate_stores_nothing_and_holes_are_stored(cli: Cli
     assert cli("chunks", "ls", "--json").records == before
 
 
-def test_it_is_a_setting_and_other_modes_have_no_ratio(
+def test_ratio_auto_is_a_setting_and_applies_to_blending_only(
     cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_RATIO", "auto")

@@ -63,7 +63,7 @@ def test_a_batch_goes_on_where_it_was_interrupted(cli: Cli, questions: list[dict
     assert "cut.jsonl already has all answers" in done.err
 
 
-def test_what_cannot_be_answered_is_asked_again(cli: Cli, questions: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_failed_questions_are_asked_again(cli: Cli, questions: list[dict[str, Any]], tmp_path: Path) -> None:
     bad = [questions[0], {"question": "unknown?", "chunks": ["ffffffffffff"]}, questions[2]]
     write(tmp_path, bad)
     result = cli(*ASK, "--resume", "out.jsonl")
@@ -98,7 +98,9 @@ def test_quiet_answers_are_separated_by_an_empty_line(
     assert cli(*ASK[:5], "-q").out == "\n".join(f"{text}\n" for text in texts)
 
 
-def test_what_resume_is_not_for(cli: Cli, questions: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_resume_refuses_other_files_and_single_questions(
+    cli: Cli, questions: list[dict[str, Any]], tmp_path: Path
+) -> None:
     for notes in ("my notes\n", "my notes"):
         (tmp_path / "notes.txt").write_text(notes)
         assert cli(*ASK, "--resume", "notes.txt").code == 2
@@ -109,7 +111,7 @@ def test_what_resume_is_not_for(cli: Cli, questions: list[dict[str, Any]], tmp_p
 def test_the_same_question_over_other_chunks_is_another_one(
     cli: Cli, questions: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Of three the second fails; asked again, it is that one which is answered, and not the third once more."""
+    """The second of three questions fails; the next run answers that one, not the third again."""
     rows = [{"question": "what is this?", "chunks": q["chunks"]} for q in questions[:3]]
     write(tmp_path, [rows[0], {**rows[1], "chunks": ["ffffffffffff"]}, rows[2]])
     assert cli(*ASK, "--resume", "out.jsonl").code == 3

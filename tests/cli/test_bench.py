@@ -1,4 +1,4 @@
-"""cacheblend bench: what it reports, what it measures over, and what it refuses. No time is asserted."""
+"""cacheblend bench: its report, its prompts, and refused settings. No time is asserted."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_search_takes_as_many_as_ask(cli: Cli, stored: list[str], monkeypatch: p
     assert len(cli("search", "alpha beta", "-q", "-k", "1").out.split()) == 1
 
 
-def test_holes_of_another_model_are_found_at_their_places(
+def test_missing_chunks_of_another_model_keep_their_places(
     cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = sorted(cli("chunks", "ls", "--json").records, key=lambda r: (r["source"], r["index"]))

@@ -1,4 +1,4 @@
-"""config init, set and unset: a file that reads back as what was meant."""
+"""config init, set and unset: files that read back with the given settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store with one flipped bit, through the commands: an answer is the right one, or what was not used is named."""
+"""Commands over a store with one flipped bit: an answer is right, or a message names the chunk that was not used."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class Asking:
         return said
 
     def check(self, path: Path, flags: tuple[str, ...], seen: Counter[str]) -> bool:
-        """Whether there was an answer; it must be that of a sound store without what the answer says was not used."""
+        """Return whether there was an answer. It must equal the answer of a sound store without the chunks reported as
+        not used."""
         code, said, err = self.ask(path, *flags)
         assert "Traceback" not in err
         if code != 0:
@@ -95,7 +96,7 @@ class Asking:
         missing = frozenset(c["id"] for c in chunks if c["status"] == "computed")  # type: ignore[union-attr, index]
         for id_ in missing:
             assert id_[:12] in err, "a chunk is computed and nothing said so"
-        places_are_lost = "records of documents are damaged" in err
+        places_are_lost = "document records are damaged" in err
         for prefix in (False, True):
             expected = self.expected(missing, prefix)
             if said == expected or (places_are_lost and _without_places(said) == _without_places(expected)):
@@ -132,7 +133,7 @@ def _flips(path: Path, ids: tuple[str, ...], count: int) -> list[tuple[int, int]
 def test_a_flipped_bit_never_changes_an_answer(
     tmp_path: Path, stored: tuple[Path, tuple[str, ...]], count: int
 ) -> None:
-    """verify, then ask, which stores what it had to compute, then ask again."""
+    """Verify, ask (which stores the computed KV), and ask again."""
     source, ids = stored
     original = (source / "data.mdb").read_bytes()
     asking, baseline = Asking(source, ids, tmp_path), dict[str, object]()

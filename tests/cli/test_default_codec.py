@@ -1,5 +1,4 @@
-"""What --kv-dtype auto stores: few bits, close to a full prefill; and stores of former versions, whose default was
-exact."""
+"""--kv-dtype auto stores few bits, close to a full prefill; and stores of former versions, whose default was exact."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def test_the_default_is_stored_planned_and_shown(cli: Cli, docs: Path, tmp_path:
     assert cli("chunks", "verify", "--recheck", "9").code == 0
 
 
-def test_what_exact_kv_answers_exactly_is_close(cli: Cli, docs: Path) -> None:
+def test_default_kv_is_close_where_exact_kv_is_exact(cli: Cli, docs: Path) -> None:
     """One chunk, and chunks of one document in order, at ratio 0; at ratio 1 nothing stored is used but the prefix's,
     which is exact."""
     ids = cli("precompute", "docs", "--chunk-tokens", "40", "--dtype", "float32", "-q").out.split()

@@ -215,7 +215,7 @@ def test_a_search_of_all_models_finds_what_a_document_says_now(cli: Cli, tmp_pat
     assert "Jonas" in hit["snippet"]
 
 
-def test_what_is_gone_from_disk_is_gone_for_every_model_and_salt(cli: Cli, docs: Path) -> None:
+def test_deleted_documents_are_removed_for_every_model_and_salt(cli: Cli, docs: Path) -> None:
     everyone = ((), ("--dtype", "bfloat16"), ("--salt", "x"))
     counts = {flags: len(cli("precompute", "docs", *flags, "-q").out.split()) for flags in everyone}
     (docs / "beta.md").unlink()
@@ -284,7 +284,7 @@ def test_a_push_names_documents_from_where_it_is_made_and_they_land_where_it_is_
     assert listed(cli) == {"docs/a.md"}
 
 
-def test_nothing_of_a_name_is_lost_in_json(cli: Cli, tmp_path: Path) -> None:
+def test_names_survive_json_unchanged(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "docs/a b\tc[1]*.md", MARA)
     assert cli("precompute", "docs").code == 0
     assert listed(cli) == {"docs/a b\tc[1]*.md"}

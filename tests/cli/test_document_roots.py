@@ -1,5 +1,4 @@
-"""What the store remembers of the paths that were given to precompute, and what another setting costs before it is
-paid."""
+"""Settings that the store remembers for precomputed paths, and the announced cost of changing them."""
 
 from __future__ import annotations
 

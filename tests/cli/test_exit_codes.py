@@ -25,7 +25,9 @@ from cacheblend_cli.cli.output import Output
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1, "mat1 and mat2"),
     ],
 )
-def test_what_others_say(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_errors_get_exit_codes_and_hints(
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report(error, Output()) == code
     shown = capsys.readouterr()
     assert said in shown.err

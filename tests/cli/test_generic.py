@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "m")
 
 
-def test_it_answers_and_the_path_is_said(cli: Callable[..., Any], model: str, tmp_path: Path) -> None:
+def test_a_generic_model_answers_and_reports_its_path(cli: Callable[..., Any], model: str, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("the lead of billing is Mara and she works in Bergen\n\nJonas keeps a parrot\n")
     store = ("--model", model, "--store", str(tmp_path / "store"))
     assert cli("precompute", str(tmp_path / "notes.md"), "--chunk-tokens", "16", *store).code == 0
@@ -33,7 +33,7 @@ def test_it_answers_and_the_path_is_said(cli: Callable[..., Any], model: str, tm
     assert not any(PATH in note for note in json.loads(quiet.out)["notes"])
 
 
-def test_what_a_model_is_and_what_a_machine_has_say_it_too(cli: Callable[..., Any], model: str) -> None:
+def test_models_show_and_doctor_report_the_generic_path(cli: Callable[..., Any], model: str) -> None:
     shown = json.loads(cli("models", "show", model, "--json").out)
     assert PATH in shown["computed_by"]
     assert (shown["layers"], shown["context"]) == (3, 512)

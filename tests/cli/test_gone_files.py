@@ -41,7 +41,7 @@ def test_a_citation_of_a_deleted_file_says_so(cli: Cli, stored: list[str], docs:
     assert FILE_GONE in cli("chunks", "show", stored[0]).out
 
 
-def test_what_is_no_file_is_not_gone() -> None:
+def test_documents_that_never_were_files_do_not_count_as_deleted() -> None:
     for name in ("(put)/me/a", "(sent)/me/b", "/nowhere//-"):
         assert Citation(name, 0).place == ""
     assert Citation("/nowhere/a.md", 0).place == FILE_GONE

@@ -1,5 +1,4 @@
-"""`precompute` of a folder with hostile files: each is named with its reason, nothing of it is stored, and the others
-are."""
+"""`precompute` of a folder with hostile files: each is reported with its reason and not stored, other files are."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_the_recommended_model_is_written_if_it_is_here(
     assert "# mine" in (here / "cacheblend.toml").read_text()
 
 
-def test_else_the_best_model_that_is_here(
+def test_otherwise_the_best_model_on_disk_is_written(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_disk(monkeypatch, "smollm2", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")

@@ -55,7 +55,7 @@ def test_json_without_an_id_is_named_with_its_line(tmp_path: Path, text: str) ->
         read_ids(str(path))
 
 
-def test_what_is_neither_id_nor_file(tmp_path: Path) -> None:
+def test_text_that_is_neither_an_id_nor_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"ids\.txt"):
         read_ids("ids.txt")
     path = tmp_path / "ids"

@@ -61,7 +61,7 @@ def test_small_rows_are_as_exact_as_others(dtype: torch.dtype) -> None:
     assert (error <= 0.01 * x.double().abs().amax(1) + 1e-7).all()
 
 
-def test_what_cannot_be() -> None:
+def test_unknown_weight_dtypes_and_int8_without_vnni_are_refused() -> None:
     with pytest.raises(UsageError, match="int3"):
         check_weight_dtype("int3", CPU)
     with pytest.raises(DeviceError, match="VNNI"):
@@ -83,7 +83,7 @@ def test_an_answer_with_int8_weights(cli: Cli, docs: Path) -> None:
 
 
 @needs_vnni
-def test_the_setting_is_one_like_others(cli: Cli) -> None:
+def test_weight_dtype_can_be_configured(cli: Cli) -> None:
     assert cli("config", "set", "weight_dtype", "int8").code == 0
     shown = cli("config", "show", "--json").records[0]
     assert "int8" in json.dumps(shown)

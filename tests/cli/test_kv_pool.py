@@ -1,4 +1,4 @@
-"""kv_pool_dtype: what KV is kept in while a question is answered."""
+"""kv_pool_dtype: format of KV while a question is answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str, monkeypat
     assert ours["generated_tokens"] == 4
 
 
-def test_it_is_a_setting_and_an_unknown_value_is_refused(
+def test_kv_pool_dtype_is_a_setting_and_unknown_values_are_refused(
     cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("config", "set", "kv_pool_dtype", "float8_e4m3").code == 0

@@ -67,7 +67,7 @@ def test_fitted_by_eval_and_kept_to_by_ask(
     ("flags", "words"),
     [(("--max-risk", "1.5"), "not between 0 and 1"), (("--max-risk", "0.1", "--ratio", "auto"), "auto")],
 )
-def test_what_makes_no_sense_is_refused(cli: Cli, stored: list[str], flags: tuple[str, ...], words: str) -> None:
+def test_invalid_uses_of_max_risk_are_refused(cli: Cli, stored: list[str], flags: tuple[str, ...], words: str) -> None:
     told = cli("ask", "who?", "--chunks", stored[0], *flags)
     assert told.code == 2
     assert words in told.err

@@ -1,5 +1,4 @@
-"""A folder as people have it: what is taken, what is passed over and why, and that every chunk leads back to its
-place."""
+"""A realistic folder: files that are read, files that are skipped and why, and the place of every chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def places(store: Path) -> dict[str, list[DocumentChunk]]:
         return {shown(record.source): list(record.chunks) for record in opened.documents()}
 
 
-def test_what_is_taken_and_what_is_passed_over(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_read_and_skipped_files_are_counted(cli: Cli, folder: Path, tmp_path: Path) -> None:
     result = cli("precompute", "mixed", "--chunk-tokens", "40", "--context", "sink")
     assert result.code == 0, result.err
     assert set(places(tmp_path / "store")) == {f"mixed/{name}" for name in TAKEN}

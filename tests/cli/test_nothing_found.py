@@ -1,4 +1,4 @@
-"""ask that finds nothing: what is stored, in what it differs from what is asked for, and what to do."""
+"""`ask` without results names what is stored, how it differs from the request, and what to do."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_an_adapter_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", [("search", "alpha"), ("ask", "alpha", "--local")])
-def test_where_only_damaged_chunks_would_answer_that_is_said(
+def test_damaged_chunks_are_named_if_only_they_match(
     cli: Cli, stored: list[str], tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (transaction, dbs):

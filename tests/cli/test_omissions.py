@@ -53,7 +53,9 @@ def test_a_single_document_is_told_with_its_first_omissions(
     assert lines(cli("precompute", "docs")) == [told]
 
 
-def test_other_omissions_of_the_same_text_are_news(cli: Cli, decks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_omissions_of_the_same_text_are_reported(
+    cli: Cli, decks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli("precompute", "docs").code == 0
     leave_out(monkeypatch, {"deck.pptx": ["1 comment"]})
     result = cli("precompute", "docs", "--verify-files", "--json")

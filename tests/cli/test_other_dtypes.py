@@ -30,7 +30,7 @@ def test_what_another_dtype_computed_is_used(cli: Cli, docs: Path, stored: str, 
     assert not [n for n in own["notes"] if "converted" in n]
 
 
-def test_its_own_kv_comes_first(cli: Cli, docs: Path) -> None:
+def test_kv_of_the_own_dtype_is_preferred(cli: Cli, docs: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         cli("precompute", "docs", "--dtype", dtype, "--yes")
     answer = cli("ask", "alpha", "--dtype", "bfloat16", "--max-tokens", "1", "--json").records[0]

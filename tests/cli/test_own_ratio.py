@@ -115,7 +115,7 @@ def test_a_profile_of_something_else_is_not_used(
     assert [words in note for note in found["notes"] if "ratio" in note] == [True]
 
 
-def test_one_below_the_profiles_is_noted(cli: Cli, model: Path, chunks: str) -> None:
+def test_a_ratio_below_the_profiles_is_noted(cli: Cli, model: Path, chunks: str) -> None:
     assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
     assert any("needs a ratio of 0.05" in note for note in asked(cli, chunks, "--ratio", "0.01")["notes"])
     assert asked(cli, chunks, "--ratio", "0.05")["notes"] == []

@@ -145,7 +145,7 @@ def shell(script: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_what_a_loop_reads_stays_with_it(tmp_path: Path) -> None:
+def test_stdin_of_a_shell_loop_is_left_alone(tmp_path: Path) -> None:
     loop = 'while read line; do echo "$line"; "$PYTHON" -c "$READ"; done'
     for script in (f"cat q | {loop}", f"{loop} < q"):
         lines = shell(script, tmp_path)
@@ -199,7 +199,7 @@ def test_stdin_that_has_another_use_is_no_document(cli: Cli, stored: list[str], 
     assert "stdin" not in {c["source"] for c in answer["chunks"]}
 
 
-def test_it_works_before_anything_is_stored(cli: Cli) -> None:
+def test_piped_text_needs_no_store(cli: Cli) -> None:
     result = cli("ask", "who keeps the harbor?", "--max-tokens", "2", stdin=TEXT)
     assert result.code == 0, result.err
 

@@ -1,5 +1,5 @@
-"""The user's system prompt and wording: what changes the prompt's beginning is another collection, and said before it
-costs."""
+"""The user's system prompt and wording: a changed beginning of the prompt is another collection, reported before
+anything is computed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_another_one_is_said_and_asked_about_before_it_is_computed(cli: Cli, doc
     assert ask(cli, "--system", "Be terse.")["prompt_ids"] != first["prompt_ids"]
 
 
-def test_only_what_stands_before_the_chunks_is_part_of_the_collection(cli: Cli, docs: Path, tmp_path: Path) -> None:
+def test_only_text_before_the_chunks_is_part_of_the_collection(cli: Cli, docs: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "p.txt"
     prompt.write_text("Read:\n\n{chunks}\n\nNow answer: {question}\n")
     statuses(cli, "--prompt", str(prompt))

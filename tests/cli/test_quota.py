@@ -1,5 +1,4 @@
-"""precompute under a quota: what fits stays, nothing is computed only to be evicted, and what does not fit is said
-once."""
+"""precompute under a quota: KV that fits stays, none is computed only to be evicted, and the rest is reported once."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_a_second_run_computes_and_replaces_nothing(cli: Cli, needed: int, tmp_p
     assert ChunkStore.open(tmp_path / "store").generation == generation
 
 
-def test_what_does_not_fit_is_said_once_with_the_size_it_needs(cli: Cli, needed: int) -> None:
+def test_kv_beyond_the_quota_is_reported_once_with_the_needed_size(cli: Cli, needed: int) -> None:
     said = cli(*COMMAND, "--max-size", str(needed - 200))
     assert said.err.count("--max-size") == 1
     [size] = [word for word in said.err.split() if word.endswith(("KB", "MB"))]
@@ -90,7 +89,7 @@ def test_a_quota_that_holds_no_chunk_keeps_the_text(cli: Cli, corpus: Path, max_
 
 
 def test_the_right_page_is_asked_whatever_was_evicted(cli: Cli, needed: int) -> None:
-    """It was answered from another page, since the right one had gone from the index."""
+    """An earlier version answered from another page, because the right one was no longer in the index."""
     whole = cli("ask", "page 0 lead", "--store", "whole", "--json", "--max-tokens", "4").records[0]
     cli(*COMMAND, "--max-size", str(needed // 4))
     asked = cli("ask", "page 0 lead", "--json", "--max-tokens", "4").records[0]
@@ -158,7 +157,7 @@ def test_prune_beside_a_running_precompute_removes_nothing_of_it(
 def test_what_an_interrupt_left_is_found_and_goes_on(
     cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a document that is not done: its text is there at once, the KV of its chunks as far as it was committed."""
+    """An unfinished document has its whole text, and the KV of the committed chunks."""
     (docs / "long.md").write_text("\n\n".join(f"paragraph {i} of the lead in Bergen." for i in range(60)))
     count = 0
     put = ChunkStore.put_chunks

@@ -86,7 +86,7 @@ def test_search_by_words_computes_no_vectors(cli: Cli, pages: Path, tmp_path: Pa
 
 
 def test_a_store_that_was_put_back_is_searched_anew(cli: Cli, docs: Path, tmp_path: Path) -> None:
-    """It is changed as often as it was before: what tells that the index is of another store is not how often."""
+    """Its number of changes is the same as before, so the number alone cannot show that it is another store."""
     data, note = tmp_path / "store" / "data.mdb", docs / "note.md"
     cli("precompute", "docs")
     kept = data.read_bytes()

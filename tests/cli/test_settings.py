@@ -1,4 +1,4 @@
-"""Settings: who wins, where a value came from, and what is said of one that cannot be."""
+"""Settings: precedence, origins, and errors for invalid values."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ASK = ("ask", "alpha", "--local", "--max-tokens", "4")
 
 @pytest.fixture
 def home(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands run in a folder of the home directory, without settings of the test's own but the model."""
+    """Commands run in a folder of the home directory, with only the model set."""
     monkeypatch.delenv("CACHEBLEND_STORE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / ".ssh").mkdir(parents=True)

@@ -244,7 +244,7 @@ def test_what_the_store_lost_is_computed_again(
 def test_a_flipped_bit_in_a_record_is_found_as_before(
     cli: Cli, docs: Path, tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind LMDB's back, so that no commit tells of it."""
+    """Without LMDB, so that no commit reports it."""
     assert cli("precompute", "docs", *SIZE).code == 0
     assert cli("precompute", "docs", *SIZE).code == 0
     data = (tmp_path / "store" / "data.mdb").read_bytes()

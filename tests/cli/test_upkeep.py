@@ -38,7 +38,7 @@ def damage(path: Path, key: str) -> None:
 
 
 def test_a_store_has_one_size_wherever_it_is_told(cli: Cli, docs: Path) -> None:
-    """Of the chunks: a passage that two documents share counts once, and the prompt's prefix is told apart."""
+    """The size of the chunks: a passage shared by two documents counts once, the prompt's prefix separately."""
     for name in ("gamma", "delta"):
         (docs / f"{name}.md").write_text("The same page of the lead in Bergen.\n")
 
@@ -238,8 +238,8 @@ def test_a_networks_disk_is_refused_unless_forced(cli: Cli, stored: list[str], m
     assert len(cli("chunks", "ls", "--json").records) == len(stored)
 
 
-def test_what_was_asked_about_is_not_the_least_recently_used(cli: Cli, docs: Path, tmp_path: Path) -> None:
-    """The KV an answer used, and the prefix's, are used by it, whatever was stored since."""
+def test_chunks_of_a_question_count_as_recently_used(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    """The chunks of an answer and the prefix count as used, even if other chunks were stored later."""
     for name in ("alpha", "beta"):
         assert cli("precompute", f"docs/{name}.md", "--chunk-tokens", "400").code == 0
     old, new = (r["id"] for r in sorted(cli("chunks", "ls", "--json").records, key=lambda r: r["source"]))
@@ -293,7 +293,7 @@ def test_an_answer_is_not_lost_with_the_kv_it_computed(
     assert "1 computed chunk" in asked.err
 
 
-def test_what_has_no_kv_is_counted_as_chunks_are(cli: Cli, stored: list[str]) -> None:
+def test_stats_count_chunks_without_kv(cli: Cli, stored: list[str]) -> None:
     """Without the prefix, which is no chunk that is listed."""
     cli("chunks", "prune", "--to-size", "0")
     [facts] = cli("chunks", "stats", "--json").records

@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> ChunkStore:
 
 
 def add_all(store: ChunkStore, seeds: range, every_s: float = 1.0) -> tuple[list[tuple[bytes, PutStatus]], int]:
-    """(what was reported, in how many commits); everything is there when it is reported."""
+    """Return (reports, number of commits), after checking that each chunk is stored when it is reported."""
     found, before = [], commits_of(store)
     for one in commit(store, map(make_chunk, seeds), every_s=every_s):
         assert store.get_chunk(one[0]) is not None

@@ -109,7 +109,7 @@ def test_without_memory_on_the_gpu_a_chunk_is_encoded_on_the_host(
 
 @pytest.mark.parametrize("forgotten", ["synchronize", "wait_event"])
 def test_a_wait_that_is_missing_is_found_out(gpu: FakeGpu, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The instrument: the host reads the bytes after their copy, which comes after the encoding."""
+    """A check of the fake GPU: the host reads the bytes after their copy, which comes after the encoding."""
     of = type(torch.cuda.Event()) if forgotten == "synchronize" else type(torch.cuda.current_stream())
     monkeypatch.setattr(of, forgotten, lambda *of_it: None)
     list(encoded([on(gpu, chunk(9))], "int7"))

@@ -26,7 +26,7 @@ def kept(*ends: int, first: int = 0) -> tuple[Kept, ...]:
 
 
 @pytest.mark.parametrize("most", [1, 24, 60, 200])
-def test_pieces_give_what_the_whole_gives(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_collecting_in_pieces_gives_the_same_kv(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     decoder, ids = engine.model.decoder, tuple(5 + i * 7 % 200 for i in range(150))
     sequence = CollectSequence(ids, kept(40, 60, 110, 150, first=20))
     prefix = collect_prefix(decoder, [1, 2, 3])

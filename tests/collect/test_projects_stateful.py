@@ -125,7 +125,7 @@ class ProjectsMachine(RuleBasedStateMachine):
 
     @rule(file=st.sampled_from(FILES), to=st.sampled_from(FILES), spelt=SPELT)
     def move(self, file: str, to: str, spelt: int) -> None:
-        """Where it is moved to alone is precomputed again."""
+        """Only the target of the move is precomputed again."""
         self.rename(file, to)
         self.precompute(str(Path(to).parent), spelt)
 
@@ -233,9 +233,9 @@ class ProjectsMachine(RuleBasedStateMachine):
         return found
 
     def expect(self, path: str, reached: set[str]) -> None:
-        """What is stored after the path was precomputed: what is there, nothing that is gone from below it or from
-        where a link below it still points, nothing that only a link below it led to and none does now, and what has
-        moved under its new name alone."""
+        """Expected contents after precomputing the path: its present documents; none that were deleted below it or
+        below the target of its links; none reached only by a removed link; moved documents under their new names
+        only."""
         for file in reached:
             self.stored[file] = self.disk[file]
         texts = {self.disk[file] for file in reached}
@@ -251,7 +251,8 @@ class ProjectsMachine(RuleBasedStateMachine):
                 del self.stored[file]
 
     def in_project(self) -> set[str]:
-        """What a search takes from here: all where there is no project or nothing of it is stored."""
+        """Documents that a search from here covers: all of them without a project, or if none of its documents is
+        stored."""
         here = os.path.relpath(Path.cwd(), self.folder)
         project = next((p for p in PROJECTS if within(here, p)), None)
         led = {f for p, files in self.led.items() if project and within(p, project) for f in files}

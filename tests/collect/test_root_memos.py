@@ -1,4 +1,4 @@
-"""What is remembered of a root is read as it was written, also by other versions."""
+"""Memos of roots are read as they were written, also by other versions."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_what_an_earlier_version_wrote_is_read() -> None:
     "changes",
     [{"path": None}, {"linked": 3}, {"settings": {"context": "of a later version"}}, {"settings": {"window": 0}}],
 )
-def test_what_makes_no_sense_is_not_remembered(changes: dict[str, Any]) -> None:
+def test_invalid_root_memos_are_ignored(changes: dict[str, Any]) -> None:
     assert DocumentRoot.of_memo(written(**changes)) is None

@@ -93,7 +93,7 @@ class Filling(FileIO):
         return written
 
 
-def test_what_was_kept_can_be_read_after_the_disk_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_kept_before_the_disk_filled_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = Filling(tmp_path / "spool", "w+b")
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering=-1: BufferedRandom(file) if buffering else file)
     spool, chunks = Spool(), [Chunk(0, "text", (1, 2), 0, 4)]

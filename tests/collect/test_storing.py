@@ -1,4 +1,4 @@
-"""KV is stored in one way, whoever asks for it: the collection's record and the prefix come with the first chunk."""
+"""All callers store KV in the same way: the collection's record and the prefix are stored with the first chunk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Files of every kind to text: what of them is taken, where it was in the file, and what is refused with which
-reason."""
+"""Files of every kind to text: the converted parts, their places in the file, and reasons of refusals."""
 
 from __future__ import annotations
 

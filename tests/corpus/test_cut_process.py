@@ -158,7 +158,7 @@ def test_a_lone_surrogate_is_refused_in_both_ways(cutter: DocumentCutter, encode
     assert found[0] == found[1]
 
 
-def test_it_starts_without_heavy_libraries() -> None:
+def test_the_cutting_process_imports_no_heavy_libraries() -> None:
     code = (
         "import sys, cacheblend_cli.corpus.cut_process as c\n"
         "assert not {'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules), sys.modules"

@@ -1,4 +1,4 @@
-"""Reading documents: what is read, in which order, and what is said of the rest."""
+"""Reading documents: files that are read, their order, and reasons for skipping others."""
 
 from __future__ import annotations
 
@@ -213,7 +213,8 @@ def test_the_texts_of_converted_files_are_bounded(here: Path, monkeypatch: pytes
 
 
 def test_half_of_a_character_costs_no_document(here: Path) -> None:
-    """JSON can hold it, and tokenizers take none: one such line would end the run over a folder."""
+    """JSON can contain half a surrogate pair, but tokenizers reject it: one such line would end the run over a
+    folder."""
     (here / "a.jsonl").write_text('{"title": "\\ud83d", "text": "one \\ud800 two \\ud83d\\ude00"}\n')
     [document] = read_documents(["a.jsonl"])
     assert isinstance(document, Document)

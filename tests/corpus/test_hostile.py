@@ -79,7 +79,7 @@ def test_a_library_without_memory_is_a_reason(process: ConverterProcess) -> None
 
 
 class PanicException(BaseException):
-    """As the one of libraries in Rust, which is no Exception."""
+    """Like the one of Rust libraries, which is not an Exception."""
 
 
 def test_a_panic_of_a_library_is_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_broken_and_locked_pdfs(name: str, process: ConverterProcess) -> None:
 
 
 def test_conversion_fetches_nothing(process: ConverterProcess) -> None:
-    """What a document names, on a server that counts who asks for it."""
+    """Addresses named in documents lead to a server that counts requests."""
     with hostile.counting_server() as (url, requests):
         with pytest.raises(HTTPError):
             urlopen(f"{url}/counted")

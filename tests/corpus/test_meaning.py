@@ -1,4 +1,4 @@
-"""Search by meaning: what other words find, that the vectors follow the texts, and what is done without weights."""
+"""Search by meaning: synonyms, updates of vectors, and search without weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def found(store: ChunkStore, query: str, how: Lookup) -> list[str]:
     return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, how).hits]
 
 
-def test_what_is_said_in_other_words_is_found(store: ChunkStore) -> None:
+def test_synonyms_are_found_by_meaning(store: ChunkStore) -> None:
     question = "When do I get money back for a trip?"
     assert found(store, question, Lookup(9)) == ["desk#1"]
     assert found(store, question, MEANING) == ["staff#0"]
@@ -117,7 +117,7 @@ def test_a_number_that_is_set_is_the_number_of_hits() -> None:
     assert not SearchParams.of(Settings(top_k=5)).cut
 
 
-def test_what_was_said_before_finds_documents_and_the_question_counts_more(store: ChunkStore) -> None:
+def test_the_conversation_counts_less_than_the_question(store: ChunkStore) -> None:
     put_document(store, "/docs/lease.md", "The lease of the harbor house ends in May. ")
     put_document(store, "/docs/club.md", "The chess club ends its season in June. ")
     for how in (Lookup(9), BOTH):
@@ -309,7 +309,7 @@ def test_a_directory_of_sentence_transformers_is_read(tmp_path: Path, store: Chu
     assert len(search(store, "food", Lookup(9, by="meaning", embedder=embedder)).hits) > 0
 
 
-def test_what_of_sentence_transformers_is_not_read_is_named(tmp_path: Path) -> None:
+def test_unsupported_sentence_transformers_are_named(tmp_path: Path) -> None:
     other = sentence_model(tmp_path / "other", **{"2_Normalize": "Dense"})
     with pytest.raises(NotFoundError, match="Dense"):
         find_embedder(str(other))

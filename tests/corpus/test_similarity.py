@@ -1,4 +1,4 @@
-"""Which texts are alike, and that it depends on the texts alone."""
+"""Similarity of texts depends only on the texts."""
 
 from __future__ import annotations
 

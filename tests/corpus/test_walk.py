@@ -1,4 +1,4 @@
-"""What is taken of a folder: as ripgrep would, and what is said of the rest."""
+"""Files read from a folder: the ones ripgrep would search, and reasons for skipping others."""
 
 from __future__ import annotations
 

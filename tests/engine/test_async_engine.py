@@ -1,4 +1,4 @@
-"""An engine that many ask at once: every job gets its answer, in order, and ends exactly once."""
+"""An engine with many concurrent requests: each gets its answer, in order, and ends exactly once."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_first_come_first_served_among_equals(stored: StoredEngine, service: Asy
     assert order == ["c", "a", "b", "e", "d"]
 
 
-def test_what_cannot_be_answered_fails_alone(stored: StoredEngine, service: AsyncEngine) -> None:
+def test_a_request_that_fails_does_not_affect_others(stored: StoredEngine, service: AsyncEngine) -> None:
     with pytest.raises(NotFoundError):
         stored.request(AskRequest("who?", [b"\0" * 16], BlendParams(), SAMPLING))
     with pytest.raises(UsageError):
@@ -254,7 +254,7 @@ def test_closing_lets_what_runs_finish_or_cancels_it(stored: StoredEngine) -> No
 
 
 def test_the_engines_thread_makes_the_device_its_own(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is current is so for one thread, and events and graphs that name none are the current one's."""
+    """The current GPU is a setting of a thread, and applies to events and graphs created without a device."""
     made: list[tuple[str, object]] = []
     monkeypatch.setattr(
         "cacheblend_cli.engine.async_engine.make_current",

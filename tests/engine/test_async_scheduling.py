@@ -61,7 +61,7 @@ class Order:
 
 
 def facts(listener: Listener) -> list[object]:
-    """All that a user sees of a request."""
+    """Everything in a request's events that users see."""
     done = listener.done()
     said = [event for event in listener.events if not isinstance(event, Done)]
     answers = [

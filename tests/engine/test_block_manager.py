@@ -1,5 +1,4 @@
-"""The block manager against a model that knows what every sequence holds: no block is lost, and none has two
-writers."""
+"""The block manager against a model of the contents of every sequence: no block is lost, and none has two writers."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Held:
     origin: KVProvenance
     paged: BlockTable | None
     swapped: list[torch.Tensor] | None = None
-    gone: int = 0
+    num_freed_blocks: int = 0
 
 
 def mark(ids: list[int], position: int, origin: KVProvenance) -> float:
@@ -70,7 +69,7 @@ class Machine(RuleBasedStateMachine):
     def view(self, held: Held) -> PagedSequence:
         """Where the positions are in the pool."""
         assert held.paged is not None
-        return PagedSequence(self.pool, held.paged.blocks, held.paged.gone)
+        return PagedSequence(self.pool, held.paged.blocks, held.paged.num_freed_blocks)
 
     def write(self, held: Held, start: int) -> None:
         """Positions from start on, to slots that nobody else reads."""
@@ -125,12 +124,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(h.paged for h in self.held))
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        """What is behind the window."""
+        """Give back the blocks outside the window."""
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
         unseen = self.blocks.num_unseen(len(held.ids))
         assert unseen * SIZE <= max(0, len(held.ids) + 1 - WINDOW)
-        if unseen > held.paged.gone:
+        if unseen > held.paged.num_freed_blocks:
             self.blocks.keep(held.paged, held.ids, held.origin)
             held.paged.give_back(unseen)
 
@@ -139,7 +138,7 @@ class Machine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        held.swapped, held.gone = self.pool.swap_out(held.paged.owned), held.paged.gone
+        held.swapped, held.num_freed_blocks = self.pool.swap_out(held.paged.owned), held.paged.num_freed_blocks
         held.paged.release()
         held.paged = None
 
@@ -148,10 +147,13 @@ class Machine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
-        if self.blocks.can_swap_in(len(held.ids), held.gone):
+        if self.blocks.can_swap_in(len(held.ids), held.num_freed_blocks):
             own = self.pool.allocator.allocate(len(held.swapped[0]))
             self.pool.swap_in(own, held.swapped)
-            held.paged, held.swapped = BlockTable(self.pool, [*own[:1] * held.gone, *own], held.gone), None
+            held.paged, held.swapped = (
+                BlockTable(self.pool, [*own[:1] * held.num_freed_blocks, *own], held.num_freed_blocks),
+                None,
+            )
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), finished=st.booleans())
@@ -170,7 +172,7 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.allocator.num_used == len(used)
         for held in self.held:
             if held.paged is not None:
-                seen = held.paged.gone * SIZE
+                seen = held.paged.num_freed_blocks * SIZE
                 slots = self.view(held).slots(torch.arange(seen, len(held.ids)))
                 assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks[seen:]
 

@@ -1,5 +1,4 @@
-"""gpt-oss's channels: what is said on `final` is the answer, what is said on others is reasoning, and headers are
-neither."""
+"""gpt-oss's channels: `final` is the answer, other channels are reasoning, and headers are dropped."""
 
 from __future__ import annotations
 

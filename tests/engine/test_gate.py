@@ -86,7 +86,7 @@ def test_the_limit_decides(stored: StoredEngine, fit: RiskFit, limit: float, is_
 
 def test_a_stream_is_refused(stored: StoredEngine, fit: RiskFit) -> None:
     question = asked(stored, "who?", 0.5)
-    with pytest.raises(UsageError, match="whole answers") as caught:
+    with pytest.raises(UsageError, match="complete answers") as caught:
         ask(stored, replace(question, options=replace(question.options, stream=True)))
     assert "--json" in caught.value.hint
 

@@ -44,7 +44,7 @@ def in_grammar(sequence: Sequence) -> None:
 
 
 def in_what_looks_at_logits(sequence: Sequence) -> None:
-    output_of(sequence).see = (fail,)
+    output_of(sequence).on_logits = (fail,)
 
 
 def in_stop_condition(sequence: Sequence) -> None:

@@ -1,5 +1,4 @@
-"""A model with latent attention: what is kept of a token is its latent and its position key, in the pool and in the
-store."""
+"""A model with latent attention: pool and store hold a token's latent and position key."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def test_every_selector_and_correction_repairs(
     assert whole.generated_ids == full.generated_ids
 
 
-def test_what_k_means_for_a_latent(engine: Engine, store: ChunkStore) -> None:
+def test_deviation_kinds_of_latent_attention(engine: Engine, store: ChunkStore) -> None:
     """K is made of the position key and the latent, so they are compared together; "v" compares the latent alone."""
     both, of_k = (ask(engine, store, ratio=0.2, selector="hkvd", deviation=kind) for kind in ("kv", "k"))
     assert both.generated_ids == of_k.generated_ids
@@ -134,7 +133,7 @@ def test_another_engine_gives_the_same_answer(engine: Engine, store: ChunkStore,
     assert ask(cold, store, ratio=0.3).generated_ids == first.generated_ids
 
 
-def test_among_others_in_a_pool_that_is_too_small_the_answers_are_the_same(tmp_path: Path) -> None:
+def test_latent_answers_survive_preemption(tmp_path: Path) -> None:
     with open_stored_engine(tmp_path, "deepseek") as stored:
         questions = [
             AskRequest(
@@ -161,12 +160,12 @@ def test_over_a_float8_pool_it_is_close(folder: Path, store: ChunkStore) -> None
     assert len(ask(engine, store, ratio=0.3).generated_ids) == GREEDY.max_tokens
 
 
-def test_it_is_handed_to_no_other_engine(folder: Path) -> None:
+def test_latent_kv_cannot_be_handed_over(folder: Path) -> None:
     with Engine.load(str(folder / "model"), dtype="float32", threads=1) as engine, pytest.raises(UsageError):
         engine.prefill("who?", documents=["Mara works in Bergen."])
 
 
-def test_it_is_divided_among_no_ranks(engine: Engine) -> None:
+def test_latent_models_refuse_tensor_parallelism(engine: Engine) -> None:
     with pytest.raises(UsageError):
         check_divisible(engine.model.spec, 2)
 

@@ -1,5 +1,4 @@
-"""llama.cpp decodes behind KV of ours: the tokens it gives, what it refuses, and what the scheduler does to its
-sequences."""
+"""llama.cpp decodes after our KV: its tokens, refusals, and its sequences under the scheduler."""
 
 from __future__ import annotations
 
@@ -119,7 +118,7 @@ def own_logits(file: Path | None, ids: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma 2", "glm 4", "granite 3", "mixtral"])
-def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_computes_the_same_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads in either order of RoPE, whole or in part, with biases, windows and experts."""
     monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     if name in FAMILIES:
@@ -172,7 +171,7 @@ def test_answers_are_those_of_this_engine(stored: StoredEngine) -> None:
     assert [c.attention is None for c in there.chunks] == [True] * len(there.chunks)  # nobody watched
 
 
-def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
+def test_llama_cpp_decodes_many_sequences_in_a_small_pool(stored: StoredEngine) -> None:
     """Sequences of several lengths come and go, are preempted and swapped: log-probabilities are those of each
     alone."""
     rng = random.Random(3)
@@ -189,7 +188,7 @@ def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
     scheduler = together.core.scheduler
     while together.core.busy:
         together.step()
-        decoding = [s for s in scheduler.those(SequenceStatus.RUNNING) if s.elsewhere is not None]
+        decoding = [s for s in scheduler.with_status(SequenceStatus.RUNNING) if s.elsewhere is not None]
         if decoding and rng.random() < 0.2:
             scheduler.preempt(rng.choice(decoding))
     assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
@@ -209,7 +208,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None
     listener, _ = driver.arrive(question)
     for _ in range(4):
         driver.step()
-    [sequence] = driver.core.scheduler.those(SequenceStatus.RUNNING)
+    [sequence] = driver.core.scheduler.with_status(SequenceStatus.RUNNING)
     assert sequence.elsewhere is not None
     driver.core.scheduler.preempt(sequence)
     for layer in driver.core.worker._pool.layers:  # what the pool has of generated tokens is nobody's
@@ -221,7 +220,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None
 
 
 def test_checks_are_of_this_engine(stored: StoredEngine) -> None:
-    """--verify compares blended with full KV, and --confirm gives a full prefill's answer, whoever decodes."""
+    """--verify compares blended with full KV, and --confirm gives a full prefill's answer, with either decoder."""
     question = stored.question(max_tokens=6)
     here, there = (CoreDriver(one, replace(TINY, pool_tokens=4096)) for one in (torch_only(stored), stored))
     found = []
@@ -335,7 +334,7 @@ def test_auto_takes_the_faster_one(
 
 
 def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From there on llama.cpp decodes, and the answer is the same."""
+    """llama.cpp then continues the answer, with the same tokens."""
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
@@ -372,14 +371,14 @@ def test_a_file_whose_kv_differs_is_not_loaded_again(tmp_path: Path, monkeypatch
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
-    monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV is not that of the model")))
+    monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV differs from the model's")))
     config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
     assert llama_of(Engine.load(config)) is None
     monkeypatch.setattr(decoder, "LlamaCpp", lambda *args: pytest.fail("it is known"))
     engine, said = Engine.load(config), list[str]()
     engine.runtime.say = said.append
     assert llama_of(engine) is None
-    assert "its KV is not that of the model" in said[0]
+    assert "its KV differs from the model's" in said[0]
 
 
 def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +406,9 @@ def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest
     assert [Path(name).name for name in read[0]] == ["model.safetensors", "other.gguf"]
 
 
-def test_what_cannot_be_is_a_usage_error(stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_llama_cpp_settings_are_usage_errors(
+    stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = stored.engine.model
     assert llama_file(EngineConfig(), model) is None  # a checkpoint, and no file named
     with pytest.raises(UsageError):
@@ -425,7 +426,7 @@ def test_what_cannot_be_is_a_usage_error(stored: StoredEngine, tmp_path: Path, m
         llama_file(named, model)
 
 
-def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_gguf_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(LlamaError):
         LlamaCpp(library(), tmp_path / "m.gguf", 1)

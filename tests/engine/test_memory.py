@@ -1,4 +1,4 @@
-"""A GPU's memory: what the profile run leaves for KV, and what is said when it is not enough."""
+"""A GPU's memory: the room for KV found by the profile run, and errors if it is too small."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_layer_without_kv_of_its_own_has_another_layers_pool(engine: Engine) -
     assert bytes_per_token(decoder) * 2 * 16 == sum(t.numel() * t.itemsize for t in pool.tensors)
 
 
-def test_what_was_swapped_out_comes_back(engine: Engine) -> None:
+def test_swapped_out_kv_is_restored(engine: Engine) -> None:
     pool = KVPool.of(engine.runtime.decoder, 4, 16)
     for tensor in pool.tensors:
         tensor.normal_()

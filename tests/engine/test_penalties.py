@@ -1,4 +1,4 @@
-"""Penalties, a model's own way to sample, and where an answer ends: as transformers has them."""
+"""Penalties, a model's own sampling settings, and the end of an answer, compared with transformers."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_models_own_sampling_is_read(loaded: LoadedModel, config: dict[str, 
     assert model_sampling(replace(loaded, generation_config=config)) == says
 
 
-def test_what_is_set_is_stronger_than_the_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_override_the_models_sampling(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     model = replace(loaded, generation_config=config)
 
@@ -181,7 +181,7 @@ def test_what_is_set_is_stronger_than_the_model(loaded: LoadedModel, monkeypatch
 
 
 @pytest.mark.parametrize("config", [{"top_k": 1.5}, {"temperature": "warm"}, {"top_p": 7}, {"temperature": True}])
-def test_nonsense_in_it_is_named(loaded: LoadedModel, config: dict[str, Any]) -> None:
+def test_invalid_model_sampling_is_named(loaded: LoadedModel, config: dict[str, Any]) -> None:
     resolved = resolve({"model_sampling": True})
     model = replace(loaded, generation_config={"do_sample": True, **config})
     with pytest.raises(UsageError, match=r"generation_config\.json"):

@@ -1,5 +1,5 @@
-"""KV that stays in the pool after its answer: who asks the like of it computes what is new alone, and blended KV is
-never taken for exact."""
+"""Prefix cache: a later prompt with the same beginning computes only its new part, and blended KV is never reused as
+exact."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tenants_share_nothing(stored: StoredEngine) -> None:
     assert answer_of(driver, question).prefix_cache_tokens > 0
 
 
-def test_what_is_hot_makes_room(stored: StoredEngine) -> None:
+def test_cached_blocks_are_evicted_for_new_prompts(stored: StoredEngine) -> None:
     """The least recently used goes first, and answers stay right while everything is thrown out all the time."""
     driver = CoreDriver(stored, replace(ROOMY, pool_tokens=16 * 30))
     questions = [
@@ -98,8 +98,8 @@ def test_what_is_hot_makes_room(stored: StoredEngine) -> None:
     assert [a.generated_ids for a in found] == [cold(stored, q).generated_ids for q in questions]
 
 
-def test_who_runs_shares_with_who_comes(stored: StoredEngine) -> None:
-    """Two of the same prompt at once hold its full blocks once."""
+def test_a_new_prompt_shares_blocks_of_a_running_one(stored: StoredEngine) -> None:
+    """Two requests with the same prompt share its full blocks."""
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(max_tokens=40), blend=FULL)
     first, _ = driver.arrive(question)
     while not first.events[1:]:
@@ -113,7 +113,7 @@ def test_who_runs_shares_with_who_comes(stored: StoredEngine) -> None:
     assert ids_of(first) == ids_of(second)
 
 
-def test_a_verified_answer_leaves_hot_kv_as_it_was(stored: StoredEngine) -> None:
+def test_verify_does_not_change_cached_kv(stored: StoredEngine) -> None:
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(), blend=FULL)
     listener, _ = driver.arrive(question, verify=True)
     driver.run()
@@ -123,7 +123,7 @@ def test_a_verified_answer_leaves_hot_kv_as_it_was(stored: StoredEngine) -> None
     assert answer_of(driver, question).generated_ids == answer.generated_ids
 
 
-def test_a_chunk_that_is_hot_in_part_is_one_chunk(stored: StoredEngine) -> None:
+def test_a_partly_cached_chunk_is_reported_once(stored: StoredEngine) -> None:
     """A prefix-cache hit that ends within a computed chunk is reported once."""
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(), blend=FULL)
     answer_of(driver, replace(question, keys=[*stored.keys[:2], stored.keys[3]]))
@@ -179,7 +179,7 @@ def verified(driver: CoreDriver, question: AskRequest) -> Answer:
     return listener.done().answers[0]
 
 
-def test_a_verified_answer_holds_nobody_up(stored: StoredEngine) -> None:
+def test_verify_does_not_block_other_answers(stored: StoredEngine) -> None:
     """Another answer gets a token between any two steps of the check."""
     driver = CoreDriver(stored, Limits(pool_tokens=4096, max_rows=16))
     other, state = driver.arrive(stored.question("who?", max_tokens=80))

@@ -1,5 +1,5 @@
-"""What a model makes of a prompt's own tokens: those of transformers, however the prompt is cut and whatever is stored
-or hot."""
+"""Log-probabilities of a prompt's tokens equal transformers', for any slices of the prompt and any stored or cached
+KV."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(stored: StoredEngine, answer: Answer, num_top: int) -> None:
     assert torch.allclose(top, expected[:-1].topk(num_top).values, atol=1e-4)
 
 
-def test_of_a_question_alone(stored: StoredEngine) -> None:
+def test_prompt_logprobs_of_a_question_without_chunks(stored: StoredEngine) -> None:
     question = stored.question(prompt_logprobs=2)
     answer = stored.engine.run_alone(stored.store, question)
     check(stored, answer, 2)
@@ -45,7 +45,7 @@ def test_of_a_question_alone(stored: StoredEngine) -> None:
     )
 
 
-def test_in_pieces_beside_others_and_where_all_is_hot(stored: StoredEngine) -> None:
+def test_prompt_logprobs_in_slices_in_a_batch_and_with_a_full_prefix_cache(stored: StoredEngine) -> None:
     driver = CoreDriver(stored, Limits(max_rows=17, pool_tokens=4096))
     plain = [driver.arrive(stored.question(text))[0] for text in ("where does Mara work?", "who?")]
     driver.run()
@@ -65,7 +65,7 @@ def test_in_pieces_beside_others_and_where_all_is_hot(stored: StoredEngine) -> N
     assert answer.prompt_logprobs == plain[0].done().answers[0].prompt_logprobs == []
 
 
-def test_how_many(stored: StoredEngine) -> None:
+def test_the_number_of_prompt_logprobs_is_bounded(stored: StoredEngine) -> None:
     with pytest.raises(UsageError, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=21)
     assert replace(SamplingParams(), prompt_logprobs=20).prompt_logprobs == 20

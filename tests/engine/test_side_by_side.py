@@ -77,7 +77,9 @@ def test_answers_do_not_depend_on_the_batch(stored: StoredEngine, count: int) ->
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "qwen2", "qwen3-mqa", "qwen3-moe", "qwen2-moe", "olmo", "olmoe"])
-def test_of_every_family(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_answers_of_every_family_do_not_depend_on_the_batch(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """To the bit: log-probabilities are compared, too. Those with experts send every row elsewhere; olmo and olmoe are
     transformers' own layers."""
     with open_stored_engine(tmp_path_factory.mktemp(family), family, pages=2, num_hidden_layers=2) as stored:
@@ -139,7 +141,7 @@ def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(stored: StoredE
     assert ids_of(listener) == whole
 
 
-def test_what_can_never_fit_is_refused_with_what_would(stored: StoredEngine) -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_limit(stored: StoredEngine) -> None:
     driver = CoreDriver(stored, TINY)
     listener, _ = driver.arrive(AskRequest("who?", stored.keys, BlendParams(), replace(SAMPLING, max_tokens=600)))
     last = listener.last.result(0)
@@ -305,7 +307,9 @@ def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(stored: Stored
     for number, question in enumerate(questions):
         listeners.append(together.arrive(question, verify=number % 10 == 0)[0])
         together.step()
-        assert scheduler.num_swapped <= blocks or any(s.state.parent for s in scheduler.those(SequenceStatus.SWAPPED))
+        assert scheduler.num_swapped <= blocks or any(
+            s.state.parent for s in scheduler.with_status(SequenceStatus.SWAPPED)
+        )
     together.run()
     assert [answers_of(listener) for listener in listeners] == expected
     assert together.core.counts.recomputed > 0
@@ -324,7 +328,7 @@ def test_answers_begin_only_where_all_fit_the_pool_and_the_swap_space(stored: St
         most = 0
         while driver.core.busy:
             driver.step()
-            most = max(most, len(driver.core.scheduler.those(SequenceStatus.RUNNING)))
+            most = max(most, len(driver.core.scheduler.with_status(SequenceStatus.RUNNING)))
         counts.append((most, driver.core.counts.preempted))
     assert counts[0] == (2, 0)
     assert counts[1][0] == 3

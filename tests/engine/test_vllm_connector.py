@@ -1,4 +1,5 @@
-"""The vLLM connector against a small fake of its base class: what it tells the scheduler, and what it writes where."""
+"""The vLLM connector against a small fake of its base class: its replies to the scheduler, and the places it writes
+to."""
 
 from __future__ import annotations
 

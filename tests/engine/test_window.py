@@ -1,4 +1,4 @@
-"""Blocks that no layer looks at any more are others': an answer over a sliding window holds as much of the pool as the
+"""Blocks outside every layer's window are freed: an answer with a sliding window holds as much of the pool as the
 window."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def most_used(driver: CoreDriver) -> int:
     most = 0
     while driver.core.busy:
         driver.step()
-        if all(not s.prefilling for s in driver.core.scheduler.those(SequenceStatus.RUNNING)):
+        if all(not s.prefilling for s in driver.core.scheduler.with_status(SequenceStatus.RUNNING)):
             most = max(most, driver.core.blocks.space.allocator.num_used - 1)
     driver.core.blocks.check_idle()
     return most
@@ -58,7 +58,7 @@ def test_several_answers_each_leave_the_prompt_behind(stored: StoredEngine) -> N
     assert ids_of(listener) == alone
 
 
-def test_preempted_behind_the_window(stored: StoredEngine) -> None:
+def test_a_preempted_answer_resumes_outside_the_window(stored: StoredEngine) -> None:
     """Swapped out are the blocks that are left."""
     driver = CoreDriver(stored, LIMITS)
     questions = [
@@ -68,9 +68,11 @@ def test_preempted_behind_the_window(stored: StoredEngine) -> None:
     preempted = 0
     while driver.core.busy:
         running = [
-            s for s in driver.core.scheduler.those(SequenceStatus.RUNNING) if s.paged is not None and s.paged.gone
+            s
+            for s in driver.core.scheduler.with_status(SequenceStatus.RUNNING)
+            if s.paged is not None and s.paged.num_freed_blocks
         ]
-        if running and preempted < 5 and not driver.core.scheduler.those(SequenceStatus.SWAPPED):
+        if running and preempted < 5 and not driver.core.scheduler.with_status(SequenceStatus.SWAPPED):
             preempted += 1
             driver.core.scheduler.preempt(running[-1])
         driver.step()
@@ -79,7 +81,7 @@ def test_preempted_behind_the_window(stored: StoredEngine) -> None:
     assert [ids_of(listener) for listener in listeners] == [CoreDriver(stored, LIMITS).ask(q) for q in questions]
 
 
-def test_what_was_left_behind_stays_hot(stored: StoredEngine) -> None:
+def test_blocks_outside_the_window_stay_cached(stored: StoredEngine) -> None:
     driver, question = (
         CoreDriver(stored, replace(LIMITS, enable_prefix_caching=True)),
         replace(stored.question(max_tokens=70), blend=FULL),

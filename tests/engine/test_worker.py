@@ -38,7 +38,7 @@ def sent(value: T, kind: Any = None) -> T:
 
 
 class Leader(Worker):
-    """Sends all that it is told to a second worker with a pool of its own, and compares what both compute."""
+    """Sends its inputs to a second worker with a separate pool, and compares the results."""
 
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         super().__init__(decoder, memory)

@@ -1,4 +1,4 @@
-"""Every sample under every setting: what is measured, against what, and how a run is resumed."""
+"""Every sample under every setting: measurements, their reference, and resuming a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading questions with their contexts: the two forms, lists and streams, and what is said of bad data."""
+"""Reading questions with their contexts: the two forms, lists and streams, and errors for bad data."""
 
 from __future__ import annotations
 

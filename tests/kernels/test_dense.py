@@ -27,7 +27,7 @@ def full(length: int, **options: Any) -> AttentionCase:
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (7, 1)])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_it_is_our_attention(kernel: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_equals_our_attention(kernel: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU another kernel stands for cuDNN's; what lies in the pool behind the rows is NaN, and reaches nothing."""
     monkeypatch.setitem(sdpa.SDPA, "cudnn", SDPBackend.MATH)
     case = full(70, heads=heads, strided=True)

@@ -1,4 +1,4 @@
-"""Which backend a device gets, and what a user is told when it cannot run."""
+"""The backend of a device, and messages if a backend cannot run."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ def test_decode_inputs_mean_paged_attention(heads: tuple[int, int], head_dim: in
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_what_a_graph_reads_lives_as_long_as_the_backend(
-    captured: bool, fmha: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biases_of_captured_graphs_are_kept(captured: bool, fmha: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = xb.XformersBackend.__new__(xb.XformersBackend)
     backend._fmha, backend._bias, backend._captured = fmha, None, []
     monkeypatch.setattr(xb, "capturing", lambda tensor: captured)

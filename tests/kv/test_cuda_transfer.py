@@ -12,7 +12,7 @@ NUM_LAYERS, BATCHES, BUFFERS, SIZE = 5, 3, 2, 4
 
 
 class Disorder(AssertionError):
-    """Something read what was not there yet, or was there no more."""
+    """Memory was read before it was written, or after it was overwritten."""
 
 
 def load(cuda: FakeCuda, given_up_in: int = NUM_LAYERS) -> CudaTransfer:

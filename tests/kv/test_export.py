@@ -47,7 +47,7 @@ def prefilled(model: HubModel, path: Path, scale: float | None = None) -> tuple[
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @torch.inference_mode()
-def test_it_is_what_transformers_caches(model: HubModel, tmp_path: Path) -> None:
+def test_exported_kv_equals_transformers_cache(model: HubModel, tmp_path: Path) -> None:
     decoder, pool, ids = prefilled(model, tmp_path)
     sequence, _ = pool.new_sequence(16), pool.new_sequence(16)
     sequence.ensure(NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""What loading threads take, and what the computing thread gets to know."""
+"""The queue between loading threads and the computing thread."""
 
 from __future__ import annotations
 

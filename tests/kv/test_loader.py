@@ -1,5 +1,4 @@
-"""The way of stored KV to a device: nothing is overwritten before it was copied, and what arrives is what was
-stored."""
+"""Loading stored KV to a device: no buffer is overwritten before it is copied, and the data arrives unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class LazyTransfer(HostTransfer):
 
 
 class TransferThatTrusts(LazyTransfer):
-    """Gives a buffer away before what is in it was copied."""
+    """Gives a buffer away before its contents are copied."""
 
     def memory(self, buffer: int) -> memoryview:
         return HostTransfer.memory(self, buffer)

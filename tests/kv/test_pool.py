@@ -21,7 +21,7 @@ from cacheblend_cli.kv.rows import packed_rows, rows_of
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Against a model that knows only who holds what."""
+    """Compares with a model of the owners of blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stored KV from somewhere else than a chunk store: whatever gives manifests and layers will do."""
+"""Stored KV from other sources than a chunk store: any object with manifests and layers works."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (config(peft_type="IA3"), "type 'IA3' (peft_type)"),
+        (config(peft_type="IA3"), "its peft_type is 'IA3'"),
         (config(use_dora=True), "DoRA"),
         (config(bias="all"), "bias = 'all'"),
         (config(modules_to_save=["lm_head"]), "modules_to_save = ['lm_head']"),
@@ -172,7 +172,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (config(layer_replication=[[0, 2]]), "layer_replication"),
         (config(target_parameters=["mlp.experts"]), "target_parameters"),
         (config(a_new_field=3), "a_new_field = 3"),
-        (config(r=8), "gives a rank of 8"),
+        (config(r=8), "gives rank 8"),
         (config(r=0), "r and lora_alpha of"),
         (config(lora_alpha="16"), "r and lora_alpha of"),
         (config(rank_pattern=[1]), "rank_pattern"),

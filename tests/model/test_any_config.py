@@ -1,4 +1,4 @@
-"""Whatever JSON stands in a config.json: a spec whose RoPE can be computed, or a message; never a traceback."""
+"""Any JSON in config.json gives a spec whose RoPE can be computed, or an error message, never a traceback."""
 
 from __future__ import annotations
 

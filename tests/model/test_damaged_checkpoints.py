@@ -154,7 +154,9 @@ HUGE = (2**31, 10**12, 2**63)
         (config(num_attention_heads=2**16, head_dim=2**16), "num_heads 65,536"),
     ],
 )
-def test_it_is_refused_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_reason(
+    tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
     path = tmp_path / "m"
     write_checkpoint(path, "qwen2-window")
     load_model(path, "m", torch.device("cpu"), Precision("float32"), "torch")
@@ -172,7 +174,7 @@ def test_a_config_alone_is_refused_too(tmp_path: Path) -> None:
     write_checkpoint(path, "qwen2-window")
     assert read_spec(path).num_layers == 4
     config(num_hidden_layers=4096, layer_types=None)(path)
-    with pytest.raises(UsageError, match=r"num_layers 4,096, .* and its weights have [\d,]+ bytes"):
+    with pytest.raises(UsageError, match=r"num_layers 4,096, .* but its weights have [\d,]+ bytes"):
         read_spec(path)
     (path / "model.safetensors").unlink()
     assert read_spec(path).num_layers == 4096  # it may not be fetched yet
@@ -186,7 +188,7 @@ def test_a_config_alone_is_refused_too(tmp_path: Path) -> None:
     [
         ({"num_local_experts": 2**31 - 1}, "experts in each of 4 layers"),
         ({"num_local_experts": 2**15 + 1}, "32,769 experts in each of 4 layers"),
-        ({"moe_intermediate_size": 2**31 - 1}, "and its weights have"),
+        ({"moe_intermediate_size": 2**31 - 1}, "but its weights have"),
     ],
 )
 def test_experts_beyond_what_the_weights_hold(tmp_path: Path, values: dict[str, int], told: str) -> None:
@@ -217,10 +219,10 @@ def test_a_config_that_transformers_reads(tmp_path: Path, values: dict[str, int]
 def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, "qwen2-window")
     monkeypatch.setattr(tensor_source, "MOST_TENSORS", 10)
-    with pytest.raises(UsageError, match=r"model\.safetensors holds \d+ tensors, and 10 is the limit"):
+    with pytest.raises(UsageError, match=r"model\.safetensors holds \d+ tensors; the limit is 10"):
         load_model(tmp_path, "m", torch.device("cpu"), Precision("float32"), "torch")
     monkeypatch.setattr(tensor_source, "MOST_HEADER_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"model\.safetensors has a header of [\d,]+ bytes, and 1,000 is the limit"):
+    with pytest.raises(UsageError, match=r"model\.safetensors has a header of [\d,]+ bytes; the limit is 1,000"):
         load_model(tmp_path, "m", torch.device("cpu"), Precision("float32"), "torch")
 
 

@@ -1,4 +1,4 @@
-"""A layer's experts: what each row gets is what its own experts make of it, and no others are read."""
+"""A layer's experts: each row gets the output of its own experts, and no others are read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_row_gets_what_its_experts_make_of_it(
 
 
 def test_a_row_reads_its_own_experts_alone() -> None:
-    """The others' weights are no numbers, and nothing is seen of it."""
+    """The other experts' weights are NaN, which must not show in the result."""
     held, h = weights(), torch.randn(1, HIDDEN)
     chosen = F.linear(h, held["router.weight"], held["router.bias"]).topk(PER_TOKEN).indices[0].tolist()
     wanted = row_by_row(held, h, clamped=True)

@@ -69,9 +69,9 @@ def scores_that_grow(layer: Any) -> None:
 
 TAMPERED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "the rows of an MLP see each other": ("layer 1", lambda m: after(m.model.layers[1].mlp, shifted)),
-    "tokens see each other": ("its tokens depend on those before", lambda m: after(m.model.embed_tokens, shifted)),
+    "tokens see each other": ("its token embeddings depend on earlier tokens", lambda m: after(m.model.embed_tokens, shifted)),
     "another scale": ("layer 2 ", lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.1)),
-    "the head sees a row beside": ("what follows its last layer", lambda m: after(m.lm_head, shifted)),
+    "the head sees a row beside": ("after its last layer", lambda m: after(m.lm_head, shifted)),
     "scores grow with positions": ("layer 0 ", lambda m: scores_that_grow(m.model.layers[0])),
 }  # fmt: skip
 

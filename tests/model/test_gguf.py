@@ -1,4 +1,4 @@
-"""GGUF files: what a random checkpoint computes, its GGUF file computes; and what is not understood is named."""
+"""GGUF files compute the same as their random checkpoints, and unsupported content is named."""
 
 from __future__ import annotations
 

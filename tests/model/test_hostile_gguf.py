@@ -41,9 +41,9 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 100 + struct.pack("<IQ", UINT32, 0)
     ("content", "told"),
     [
         (file_of(num_keys=2**64 - 1), "18,446,744,073,709,551,615 keys"),
-        (file_of(NUMBERS, num_keys=2000), "2,000 keys, and 1,024 is the limit"),
+        (file_of(NUMBERS, num_keys=2000), "2,000 keys; the limit is 1,024"),
         (file_of(num_tensors=2**63), "9,223,372,036,854,775,808 tensors"),
-        (file_of(num_tensors=10**7), "10,000,000 tensors, and 65,536 is the limit"),
+        (file_of(num_tensors=10**7), "10,000,000 tensors; the limit is 65,536"),
         (file_of(num_tensors=1), "inside its header"),
         (file_of(key(b"a", ARRAY, struct.pack("<IQ", UINT32, 2**63))), "9,223,372,036,854,775,808 values"),
         (file_of(key(b"a", ARRAY, struct.pack("<IQ", UINT8, 4_000_000))), "inside its header"),
@@ -67,7 +67,7 @@ def test_a_header_that_promises_too_much(tmp_path: Path, content: bytes, told: s
     ("extra", "told"),
     [
         ({"block_count": 10**6}, r"llama\.block_count = 1000000: the file has \d+ tensors"),
-        ({"block_count": 2**32 - 1}, r"it has to be a whole number from 1 to 2147483647"),
+        ({"block_count": 2**32 - 1}, r"must be a whole number from 1 to 2147483647"),
         ({"embedding_length": 2**31 - 1}, "hidden_size 2,147,483,647"),
         ({"feed_forward_length": 2**31 - 1}, "intermediate_size 2,147,483,647"),
         ({"attention.head_count": 2**30}, "num_attention_heads in config.json is 1073741824"),
@@ -88,7 +88,7 @@ def test_values_of_all_arrays_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(reader, "MOST_ITEMS", 150)
     array = struct.pack("<IQ", UINT8, 100) + bytes(100)
     (tmp_path / "m.gguf").write_bytes(file_of(key(b"a", ARRAY, array), key(b"b", ARRAY, array)))
-    with pytest.raises(UsageError, match="its arrays have 200 values, and 150 is the limit"):
+    with pytest.raises(UsageError, match="its arrays have 200 values; the limit is 150"):
         resolve_model(str(tmp_path / "m.gguf"))
 
 

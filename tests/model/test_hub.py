@@ -117,7 +117,7 @@ def test_of_gguf_files_the_one_that_is_named_is_fetched(hub: Hub, tmp_path: Path
         ("a:b", "a:b"),
     ],
 )
-def test_what_is_not_there_is_told(checkpoint: Hub, name: str, told: str) -> None:
+def test_missing_models_and_files_are_reported(checkpoint: Hub, name: str, told: str) -> None:
     with pytest.raises(CacheBlendError, match=told):
         resolve_model(name)
     assert not checkpoint.fetched
@@ -129,7 +129,7 @@ def test_a_model_that_is_given_to_some_is_told(checkpoint: Hub) -> None:
         fetch(HubName.parse(ID))
 
 
-def test_without_a_network_it_is_told(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_reported(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CacheBlendError, match="HF_HUB_OFFLINE"):
         fetch(HubName.parse(ID))

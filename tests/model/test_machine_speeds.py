@@ -1,4 +1,4 @@
-"""Choices by what was measured (compute dtype, layout of weights): measured once and kept, and the same for all."""
+"""Choices by measurement (compute dtype, layout of weights): measured once, stored, and equal for all processes."""
 
 from __future__ import annotations
 

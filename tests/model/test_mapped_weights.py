@@ -34,7 +34,7 @@ MODELS = {model.name: model for model in RUN}
 @pytest.mark.parametrize(
     "name", ["qwen2", "gemma-2", "glm-4-9b"]
 )  # all mapped; norms have an offset; heads are reordered: none
-def test_they_are_the_same(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_weights_equal_copied_ones(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in MODELS:
         MODELS[name].write(tmp_path)
     else:
@@ -48,7 +48,7 @@ def test_they_are_the_same(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
 
 
 def check_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read at once is what stays mapped, and what is read when it is popped."""
+    """Compare weights read at once with mapped weights and with weights read when popped."""
     shares = list[float]()
     at_once = loaded(path, 1 << 30, monkeypatch)
     mapped = loaded(path, 256, monkeypatch)

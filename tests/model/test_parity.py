@@ -46,7 +46,7 @@ def test_full_prefill_and_decoding_are_transformers_and_blending_is_the_referenc
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.name)
-def test_it_is_refused_by_name(model: HubModel, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_by_name(model: HubModel, tmp_path: Path) -> None:
     model.write(tmp_path / "m")
     with pytest.raises(CacheBlendError) as refused:
         load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")

@@ -1,4 +1,4 @@
-"""What a start reads is known before torch is imported."""
+"""The files of a start are known before torch is imported."""
 
 from __future__ import annotations
 

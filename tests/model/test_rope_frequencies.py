@@ -47,7 +47,7 @@ def parameters(kind: str, head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", sorted(set(NEEDED) - {"default"}))
 @pytest.mark.parametrize("head_dim", [8, 128])
-def test_they_are_transformers(kind: str, head_dim: int) -> None:
+def test_frequencies_equal_transformers(kind: str, head_dim: int) -> None:
     @given(parameters(kind, head_dim), LENGTH, LENGTH)
     @settings(max_examples=60, deadline=None)
     def compare(rope: dict[str, Any], max_positions: int, seq_len: int) -> None:

@@ -28,7 +28,7 @@ def dense(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("sigmoid", [True, False])
-def test_it_chooses_what_transformers_chooses(sigmoid: bool, groups: int, kept: int) -> None:
+def test_the_router_chooses_as_transformers_does(sigmoid: bool, groups: int, kept: int) -> None:
     torch.manual_seed(0)
     shape = SHAPE | {"n_group": groups, "topk_group": kept}
     theirs = (

@@ -104,7 +104,7 @@ def test_recomputing_everything_is_a_full_prefill(smollm2: Setup, selector: str)
     assert (reused.result.logits - full.result.logits).abs().max() > 10 * TOLERANCE  # or the above would prove little
 
 
-def test_it_knows_something(smollm2: Setup) -> None:
+def test_smollm2_answers_a_simple_question(smollm2: Setup) -> None:
     question = AskRequest("What is the capital of France?", (), BlendParams(), SamplingParams(max_tokens=16))
     answer = smollm2.engine.run_alone(None, question)
     assert "Paris" in answer.text

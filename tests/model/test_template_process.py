@@ -50,7 +50,7 @@ def rendered(source: str, limits: TemplateLimits | None = None) -> str:
         ("{{ [1] * 10 ** 9 }}", "it needs more than 200 MiB of memory to render"),
         (DOUBLING, "it needs more than 200 MiB of memory to render"),
         ("{{ 'a ' * 10 ** 6 }}", "its result has 2,000,000 characters"),
-        ("{{ 1 }}" * 200_000, "it has 1,400,000 characters, and 1,048,576 is the limit"),
+        ("{{ 1 }}" * 200_000, "it has 1,400,000 characters; the limit is 1,048,576"),
         ("{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}", "it is nested too deeply"),
         ("{{ lipsum(n=10) }}", "'lipsum' is undefined"),
         ("{{ 10 ** 5000 }}", "Exceeds the limit"),

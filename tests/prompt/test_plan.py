@@ -49,8 +49,7 @@ def test_segments_tile_the_prompt(
 def test_exact_spans_are_true(
     prompt: tuple[tuple[int, ...], list[ChunkInput], tuple[int, ...], bool, bool],
 ) -> None:
-    """A chunk is exact only when what stands before it is what it was collected behind, and all of that is right
-    too."""
+    """A chunk is exact only if it was collected after the same text, and the KV of that text is right too."""
     plan, chunks = planned(prompt)
     for number, (segment, chunk) in enumerate(zip(plan.chunks, chunks, strict=True)):
         if segment.status == "computed":

@@ -1,4 +1,4 @@
-"""Who may ask, how much, and that a tenant sees nothing of another."""
+"""API keys, limits, and isolation of tenants."""
 
 from __future__ import annotations
 

@@ -95,11 +95,11 @@ def test_the_risk_of_an_answer_is_judged_whole_and_a_stream_is_refused(server: A
     answer = client.ask(asked)
     assert answer.risk is not None
     assert whole["blend"]["risk"]["full_prefill_at"] == answer.risk.full_prefill_at == 0
-    with pytest.raises(CacheBlendError, match="whole answers"):
+    with pytest.raises(CacheBlendError, match="complete answers"):
         list(client.stream(asked))
 
 
-def test_turns_stand_behind_the_documents(server: Any) -> None:
+def test_turns_follow_the_documents(server: Any) -> None:
     turns = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "who?"},
@@ -127,7 +127,7 @@ def test_completions_go_on_without_a_template(server: Any, engine: Engine) -> No
 
 
 def test_a_prompt_is_given_back_with_its_logprobs(server: Any, engine: Engine) -> None:
-    """As OpenAI's legacy API does it, and what measures models by it wants."""
+    """Like OpenAI's legacy API, for tools that evaluate models with it."""
     prompt = "the lead of billing is"
     ids = engine.model.tokenizer.encode_text(prompt)
 
@@ -243,8 +243,8 @@ def test_what_cannot_be_done_is_refused(shared: Any, field: str, value: Any) -> 
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_what_no_engine_can_count_with_is_refused(shared: Any, changed: dict[str, str]) -> None:
-    """JSON of its own: clients do not write such bodies by themselves."""
+def test_json_numbers_without_a_meaning_are_refused(shared: Any, changed: dict[str, str]) -> None:
+    """Sends raw JSON, since clients do not create such bodies."""
     fields = {
         "messages": '[{"role": "user", "content": "who?"}]',
         "max_tokens": "2",
@@ -293,7 +293,7 @@ def test_a_token_is_forced_and_one_ends_the_answer(server: Any, engine: Engine) 
 
 
 def test_a_note_keeps_its_words(start: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the store's path is relative, its name is a word like others."""
+    """With a relative path of the store, its name is an ordinary word."""
     server = start()
     monkeypatch.setattr(server.state.store, "path", Path("store"))
     assert server.state.public("stored the KV of 2 chunks") == "stored the KV of 2 chunks"
@@ -301,7 +301,7 @@ def test_a_note_keeps_its_words(start: Any, tmp_path: Any, monkeypatch: pytest.M
     assert "/srv" not in server.state.public("no room in /srv/kv/store")
 
 
-def test_what_asks_for_nothing_is_taken(server: Any) -> None:
+def test_fields_without_effect_are_accepted(server: Any) -> None:
     reply = server.ask(
         user="me",
         metadata={"a": "b"},

@@ -38,7 +38,7 @@ def check(page: Page, *selectors: str) -> None:
 
 
 def test_the_browser_runs_such_scripts(server: Any, browser: Browser) -> None:
-    """Or the other tests could not fail."""
+    """Otherwise the other tests could not fail."""
     with Page(server.url.removesuffix("v1"), browser, ignore_policy=True) as page:
         page.js(SCRIPT)
         page.js(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r})")

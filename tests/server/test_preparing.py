@@ -41,7 +41,7 @@ def held(server: Any) -> Iterator[None]:
 
 
 def no_space(path: object, *_: object) -> None:
-    raise StoreNoSpace(f"the disk of {path} has 64 MiB free, and 65 MiB are needed", "free some space")
+    raise StoreNoSpace(f"the disk of {path} has 64 MiB free; 65 MiB are needed", "free some space")
 
 
 def test_requests_are_prepared_while_the_engine_is_busy(server: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_question_of_stop_words_is_not_searched(start: Any) -> None:
 
 
 def test_nothing_found_for_a_chat_reads_no_chunk(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason, which needs all chunks, is for those who asked for a search."""
+    """The reason needs a pass over all chunks, so it is only given for a requested search."""
     server = start(retrieve=True)
     server.client.put("/v1/documents/a", json={"text": PAGE})
 

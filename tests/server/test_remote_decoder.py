@@ -53,7 +53,7 @@ def said(reply: Any) -> str:
     return reply.json()["choices"][0]["message"]["content"]
 
 
-def test_it_says_what_this_engine_says(
+def test_a_remote_decoder_gives_this_engines_answer(
     start: Any, start_both: Any, fake: FakeServer, directory: HandOverDirectory
 ) -> None:
     here, there = start(), start_both()
@@ -159,7 +159,7 @@ def test_blocks_are_kept_apart_by_tenant_policy_and_question(start_both: Any, fa
     assert len({first, salt(other, "who?"), salt(key, "where?"), salt(key, "who?", 0.4)}) == 4
 
 
-def test_what_only_this_engine_does_is_decoded_here(start_both: Any, fake: FakeServer) -> None:
+def test_requests_vllm_cannot_decode_are_decoded_here(start_both: Any, fake: FakeServer) -> None:
     server = start_both()
     for more in ({"logprobs": True}, {"n": 2}, {"verify": True}, {"regex": "(yes|no)"}):
         assert server.ask(documents=DOCUMENTS, **more).status_code == 200

@@ -1,4 +1,4 @@
-"""A running engine and the command line: the same answers and output, without torch; whatever becomes of the engine."""
+"""A running engine and the command line: the same answers and output, without torch, even if the engine ends."""
 
 from __future__ import annotations
 

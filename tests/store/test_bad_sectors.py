@@ -40,7 +40,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], list[
 
 
 def damaged(rng: random.Random, images: list[bytes], tree_pages: list[int]) -> tuple[str, bytes]:
-    """(what was done, the newest image with it done in one to three places)."""
+    """Yield (kind of damage, the newest image with this damage in one to three places)."""
     image = bytearray(images[-1])
     pages = len(image) // PAGE
     how = rng.choice(("zeros", "noise", "misdirected", "lost", "shifted"))
@@ -80,7 +80,7 @@ def read_all(store: ChunkStore) -> int:
 
 
 def use(path: Path, *, write: bool) -> str:
-    """Read, audit, write and repair as a user may; what it came to."""
+    """Read, audit, write and repair as a user may. Return the outcome."""
     try:
         with ChunkStore.open(path, lock_timeout=2) as store:
             read_all(store)

@@ -1,4 +1,4 @@
-"""The change log: what it says changed between two generations, and when it does not know."""
+"""The change log: changes between two generations, and gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs: how far a value may be from what was stored, whatever the shape; and what no codec may swallow."""
+"""Codecs: error bounds for any shape, and values that codecs must refuse."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_meta_page_cannot_pass_for_a_newer_one(tmp_path: Path, whole: tuple[Pa
         stream.seek(page * page_size + 144)
         stream.write((numbers[page] + (2 if older else -2)).to_bytes(8, "little"))
     for mode in ("read", "write"):
-        with pytest.raises(StoreCorrupt, match="not of the commit"):
+        with pytest.raises(StoreCorrupt, match="does not belong to the commit"):
             ChunkStore.open(path, mode=mode)
     salvage(path)
     with ChunkStore.open(path, mode="write") as store:
@@ -305,7 +305,7 @@ def _flip(path: Path, at: int, bit: int) -> None:
 
 
 def test_a_value_that_claims_more_pages_takes_none_of_its_neighbours(tmp_path: Path) -> None:
-    """Who frees it frees as many pages as it says, and the next commits would write over what lies there."""
+    """LMDB would free as many pages as it claims, and later commits would overwrite the neighbours."""
     path = tmp_path / "store"
     seeds = range(2, 62, 3)  # of several pages each
     with ChunkStore.open(path, mode="write") as store:
@@ -353,7 +353,7 @@ def test_taking_chunks_away_walks_no_page_that_was_not_checked(tmp_path: Path, d
 
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_damaged_store_is_not_compacted(tmp_path: Path, whole: tuple[Path, Contents], bit: int) -> None:
-    """LMDB would copy what a damaged pointer leads to, or end in a signal."""
+    """LMDB would copy the target of a damaged pointer, or end in a signal."""
     path = tmp_path / "store"
     shutil.copytree(whole[0], path)
     levels, page_size = pages_by_level(path / "data.mdb", "blobs")

@@ -1,4 +1,4 @@
-"""Eviction takes the KV and leaves the text: an evicted chunk is still there, and whoever needs its KV computes it."""
+"""Eviction removes KV and keeps the text: an evicted chunk is still listed, and its KV is computed when needed."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_repair_drops_the_kv_and_keeps_the_text(store: ChunkStore) -> None:
     assert store.put_chunk(*make_chunk(2)) == "new"
 
 
-def test_prune_frees_kv_and_removes_what_nobody_wants(store: ChunkStore) -> None:
+def test_prune_frees_kv_and_removes_unwanted_chunks(store: ChunkStore) -> None:
     store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
     store.put_documents([DocumentRecord("0/a.md", COLLECTION, "d", (DocumentChunk(key_of(SEEDS[0]), 0, 0, 1),), 1.0)])
     freed = prune(store, to_bytes=2 * SIZE)

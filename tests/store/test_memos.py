@@ -1,4 +1,4 @@
-"""Memos: what the store keeps for its users beside chunks survives what chunks survive, and is never misread."""
+"""Memos survive everything that chunks survive, and are never misread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may write a store, what its files show to others, and what is no store of ours."""
+"""Permissions of a store, privacy of its files, and foreign files."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(pages=st.sampled_from((0, 6, 12, 24, 36)))
     def set_quota(self, pages: int) -> None:
-        """What is over it goes at once."""
+        """KV beyond the quota is evicted at once."""
         self._uses_are_written()
         self.quota = pages * PAGE
         gone = self._evicted({})
@@ -279,7 +279,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.moment
 
     def _uses_are_written(self) -> None:
-        """What is written is when a chunk was used, which may be before it was last put."""
+        """The recorded time is that of the use, possibly before the chunk was last put."""
         for seed, moment in self.touched.items():
             if seed in self._with_kv():
                 self.uses[seed] = max(moment, self.uses[seed])

@@ -1,4 +1,4 @@
-"""The store: what is written comes back, what is damaged is found, what is there is there whole."""
+"""The store: data is read back unchanged, damage is found, and chunks are complete."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
         yield store
 
 
-def test_what_is_put_comes_back_and_survives_reopening(store: ChunkStore) -> None:
+def test_stored_chunks_are_read_back_after_reopening(store: ChunkStore) -> None:
     manifest, blobs = make_chunk(1)
     assert store.put_chunk(manifest, blobs) == "new"
     assert store.put_chunk(manifest, blobs) == "unchanged"

@@ -1,4 +1,4 @@
-"""The shared tier on an object server, a folder and memory: what is put is read, what was changed is refused."""
+"""The shared tier on an object server, a folder and memory: stored objects are read back, changed ones are refused."""
 
 from __future__ import annotations
 

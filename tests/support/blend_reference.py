@@ -1,4 +1,4 @@
-"""CacheBlend a second time, over transformers' own forward pass: what the engine's blending is compared with.
+"""A second implementation of CacheBlend, over transformers' own forward pass: the reference for the engine's blending.
 
 It shares nothing with the engine and knows no architecture. transformers computes every row at every layer, in the
 model's own dtype (float64). Two of its functions are ours: the one that rotates (where K before RoPE is seen), and

@@ -1,4 +1,4 @@
-"""An engine over a small store, and who listens to what it says, for tests of many questions at once."""
+"""An engine over a small store, with listeners for its events, for tests of concurrent requests."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CoreDriver:
             self.listeners[state](event)
         scheduler = self.core.scheduler
         assert (
-            len(scheduler.those(SequenceStatus.RUNNING)) + len(scheduler.those(SequenceStatus.SWAPPED))
+            len(scheduler.with_status(SequenceStatus.RUNNING)) + len(scheduler.with_status(SequenceStatus.SWAPPED))
             <= scheduler.max_sequences
         )
         self.seen |= {s.status for state in scheduler.states for s in state.sequences}

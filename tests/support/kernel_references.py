@@ -1,4 +1,4 @@
-"""What kernels are held against, in fp64 and sharing no code with any backend: stored forms and what they stand for,
+"""References for kernels, in fp64 and without code of any backend: stored forms and what they stand for,
 the rotation, and outputs that start as NaN."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def read_layer(blob: bytes, manifest: ChunkManifest, layer: int = 0) -> dict[str
 
 
 def read_blob(blob: bytes, codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> dict[str, memoryview]:
-    """What a reader finds in the blob, where the manifest is of a chunk of this shape.."""
+    """Return what a reader finds in the blob, given the manifest of a chunk of this shape."""
     manifest = replace(
         make_chunk(1)[0], token_ids=tuple(range(num_tokens)), codec=codec, num_layers=1, num_kv_heads=num_kv_heads,
         head_dim=head_dim,

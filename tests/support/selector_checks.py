@@ -23,7 +23,7 @@ class GivenTokens:
 
 
 def check_probe_leaves_nothing(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """KV that a probe writes to the pool is overwritten: the logits are those of the same tokens without a probe.
+    """Check that KV written by a probe is overwritten: the logits equal those of the same tokens without a probe.
 
     Returns the number of chosen tokens.
     """

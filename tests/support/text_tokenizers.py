@@ -1,5 +1,4 @@
-"""Tokenizers of every kind that checkpoints bring, trained on a few words: what splits text, and how it is put
-together."""
+"""Tokenizers of every kind found in checkpoints, trained on a few words: text splitting and decoding."""
 
 from __future__ import annotations
 
@@ -143,7 +142,7 @@ def _without_decoder() -> tokenizers.Tokenizer:
 
 
 def _with_odd_decoder() -> tokenizers.Tokenizer:
-    """A decoder that looks at the whole text: what it will say of a part is not known before the end."""
+    """A decoder that depends on the whole text, so that no part is final before the end."""
     stages = [decoders.Replace(MARK, " "), decoders.Fuse(), decoders.Replace("is", "IS"), decoders.Strip(" ", 2, 0)]
     return _bpe(unk_token="<unk>")(normalizer=normalizers.Replace(" ", MARK), decoder=decoders.Sequence(stages))
 

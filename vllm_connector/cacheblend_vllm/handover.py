@@ -73,7 +73,7 @@ def file_reader(path: Path) -> Read:
 
     def read(start: int, end: int) -> memoryview:
         if end > len(mapped):
-            raise HandOverError(f"the file has {len(mapped)} bytes, and {end} are expected")
+            raise HandOverError(f"the file has {len(mapped)} bytes; {end} are expected")
         return memoryview(mapped)[start:end]
 
     return read

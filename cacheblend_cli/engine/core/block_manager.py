@@ -36,29 +36,29 @@ class BlockManager:
         """Maximum number of tokens of a prompt and its answer."""
         return (self._total - self._reserve) * self.space.block_size
 
-    def can_allocate(self, num_tokens: int, headroom: int, hit: PrefixHit, behind: int = 1) -> Allocation:
-        """Return when a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`,
-        never."""
+    def can_allocate(self, num_tokens: int, headroom: int, hit: PrefixHit, num_new_tokens: int = 1) -> Allocation:
+        """Return OK if num_tokens + num_new_tokens fit now, LATER if they fit once blocks are freed, NEVER if
+        num_tokens + headroom exceed the pool."""
         size = self.space.blocks_for
         if size(num_tokens + headroom) > self._total - self._reserve:
             return Allocation.NEVER
-        return Allocation.OK if self.taken(num_tokens + behind, hit) <= self._free else Allocation.LATER
+        return Allocation.OK if self.taken(num_tokens + num_new_tokens, hit) <= self._free else Allocation.LATER
 
     @property
     def _free(self) -> int:
-        """Number of blocks that may be taken: the watermark's too while no sequence holds any."""
+        """Number of allocatable blocks; includes the watermark while no sequence holds a block."""
         allocator = self.space.allocator
         return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
 
     def can_append(self, sequences: Collection[tuple[BlockTable, int]]) -> bool:
-        """Return whether each of the (sequence, tokens it holds) can take one more token."""
+        """Return whether every sequence can take one more token. sequences: (block table, number of its tokens)."""
         size, allocator = self.space.block_size, self.space.allocator
         new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
         return allocator.can_append(new)
 
     def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> PrefixHit:
-        """Look the prompt up in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum
-        tokens, None for all but the last, whose logits are wanted."""
+        """Look up the prompt in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum
+        tokens; None: all but the last, whose logits are needed."""
         size, rows = self.space.block_size, origin.slice_rows
         blocks = self._prefix_cache.find(plan.token_ids, origin)
         num_tokens = min(len(blocks) * size, plan.num_tokens - 1 if limit is None else limit) // rows * rows
@@ -67,12 +67,11 @@ class BlockManager:
         return PrefixHit(tuple(blocks[: num_tokens // size]), num_tokens)
 
     def taken(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, and those of the
-        hit that nobody else uses."""
+        """Return how many free blocks a prompt takes: its new blocks, plus blocks of the hit that no sequence holds."""
         return self.space.blocks_for(num_tokens) - sum(map(self.space.allocator.is_used, hit.blocks))
 
     def allocate(self, num_tokens: int, headroom: int, hit: PrefixHit) -> BlockTable:
-        """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
+        """Allocate the blocks of a prompt that begins with the hit. Raises DeviceError if there are too few."""
         return self._prefix_cache.take(hit, num_tokens, headroom)
 
     def keep(self, sequence: BlockTable, token_ids: list[int], origin: KVProvenance) -> None:
@@ -81,13 +80,13 @@ class BlockManager:
             self._prefix_cache.keep(sequence, token_ids, origin)
 
     def num_unseen(self, kv_len: int) -> int:
-        """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
+        """Return the number of leading blocks outside every layer's window."""
         return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.space.block_size
 
-    def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
-        """Return whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any
-        more; held: those that were swapped out, which may be more than it needs."""
-        return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
+    def can_swap_in(self, num_tokens: int, num_freed_blocks: int = 0, num_swapped: int = 0) -> bool:
+        """Return whether a swapped-out sequence fits. num_freed_blocks: leading blocks already freed; num_swapped:
+        blocks on the host, which may be more than it needs."""
+        return max(self.space.blocks_for(num_tokens + 1) - num_freed_blocks, num_swapped) <= self._free
 
     def check_idle(self) -> None:
         """Assert that no sequence holds a block: free + cached + used = total, and only spare ones are used."""

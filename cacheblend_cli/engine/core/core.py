@@ -27,7 +27,7 @@ ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one reques
 
 @dataclass(frozen=True)
 class Extensions:
-    """What a core is given beside the model: features in the order of their hooks, and further decoders."""
+    """Extensions of a core: features in the order of their hooks, and further decoders."""
 
     features: tuple[Feature, ...] = ()
     decoders: tuple[DecodeBackend, ...] = ()
@@ -83,8 +83,8 @@ class EngineCore:
         headroom = state.max_new_tokens
         if self.blocks.can_allocate(state.num_tokens, headroom, PrefixHit()) is Allocation.NEVER:
             raise UsageError(
-                f"the prompt has {state.num_tokens} tokens and the answer up to {headroom}, and the engine holds KV of "
-                f"{self.blocks.most_tokens} at most",
+                f"prompt ({state.num_tokens} tokens) and answer (up to {headroom}) exceed the KV pool "
+                f"({self.blocks.most_tokens} tokens)",
                 "ask with fewer chunks or a smaller --max-tokens",
             )
         self.scheduler.add(state)

@@ -1,4 +1,4 @@
-"""Decoders: what computes the next token of running answers. Each sequence belongs to one at a time."""
+"""Decoders compute the next token of running answers. Each sequence belongs to one decoder at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class DecodeBackend(Protocol):
     """A decoder beside the engine's own."""
 
     def takes(self, sequence: Sequence, worker: Worker) -> bool:
-        """Return whether it decodes the sequence. Before the first token there, it takes the KV over from the worker
+        """Return whether it decodes the sequence. Before its first token, it takes over the KV from the worker
         (`Sequence.elsewhere`)."""
         ...
 
     def batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
-        """Split sequences into those that one call of `decode` takes."""
+        """Split sequences into batches, one per call of `decode`."""
         ...
 
     def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw]) -> DecodeOutput:
-        """Compute the KV of one token of each, and the logits after it. pending: tokens that are on the device alone,
-        none of them or all."""
+        """Compute the KV of one token of each sequence, and the logits after it. pending: tokens that are only on the
+        device: of no sequence or of all."""
         ...
 
 

@@ -30,7 +30,7 @@ class ReasoningParser:
 
     @property
     def undecided(self) -> str:
-        """Text that may begin the answer or the tag."""
+        """Text that may be the start of the answer or of the tag."""
         return self._held if self._place == "beginning" else ""
 
     @property

@@ -1,5 +1,5 @@
-"""Execution of a step: gives the worker and the decoders their input and collects the results. Changes nothing of a
-request but where its KV is; `output_processor.py` does the rest."""
+"""Execution of a step: gives the worker and the decoders their input and collects the results. Changes only the place
+of a request's KV; `output_processor.py` does the rest."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Executor:
                 output.failed.append((sequence, error))
 
     def _decode(self, step: Step, output: StepOutput) -> None:
-        """Decode one token of each, in the batches of each decoder. A failed batch fails no other."""
+        """Decode one token of each sequence, in the batches of its decoder. A failed batch does not affect others."""
         decoding: dict[DecodeBackend, list[Sequence]] = {self._own: []}  # the own one first
         for sequence in step.decode:
             try:
@@ -121,7 +121,7 @@ class Executor:
                 output.decoded.append(Decoded(batch, out))
 
     def _decoder_of(self, sequence: Sequence) -> DecodeBackend:
-        """Return the decoder that the sequence belongs to. Its KV is handed over before the first token there."""
+        """Return the sequence's decoder. Its KV is handed over before that decoder's first token."""
         if sequence.state.decodes_here:
             return self._own
         return next((other for other in self._others if other.takes(sequence, self._worker)), self._own)

@@ -1,4 +1,4 @@
-"""Hooks: what a feature does with a request on its way through the core, which names no feature."""
+"""Hooks: the core's interface to features, none of which it names."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from cacheblend_cli.types import Answer
 
 
 class Hook:
-    """What a feature does with one request. Each method does nothing by default; an error ends this request alone.
+    """Work of a feature for one request. Each method does nothing by default; an error ends only this request.
 
-    outputs_from: first position of the prompt whose logits it takes. is_alone: its prompt shares no launch, because it
-    is timed or observed by itself. may_replace: the answer may be replaced, so it is not streamed. decodes_here: every
-    token is drawn from this engine's own logits.
+    outputs_from: first position of the prompt whose logits it takes. is_alone: the prompt shares no launch, because it
+    is timed or observed. may_replace: the answer may be replaced, so it is not streamed. decodes_here: tokens are drawn
+    only from this engine's logits.
     """
 
     outputs_from: int | None = None
     is_alone = may_replace = decodes_here = False
 
     def on_begin(self) -> None:
-        """The prompt begins to be computed, perhaps again."""
+        """Called when the prompt begins to be computed, possibly again."""
 
     def on_prompt_logits(self, logits: Tensor) -> None:
         """Take the logits of the prompt's rows from `outputs_from` on, fp32 [n, vocab_size], in order."""
 
     def on_slice(self, output: PrefillOutput) -> None:
-        """A slice of the prompt is computed."""
+        """Called when a slice of the prompt is computed."""
 
     def on_prefill(self, report: PrefillReport, export: Callable[[], KVReader]) -> Begun | None:
-        """The prompt is computed. Return an answer that this hook has begun, None for the engine to draw one. export:
-        gives a reader of the prompt's KV."""
+        """Called when the prompt is computed. Return an answer that this hook has begun, or None to let the engine draw
+        one. export: returns a reader of the prompt's KV."""
         return None
 
     def on_logits(self, index: int) -> Callable[[Tensor], None] | None:
-        """Return what takes the logits, fp32 [vocab_size], that each token of answer `index` is drawn from."""
+        """Return a callback for the logits, fp32 [vocab_size], that each token of answer `index` is drawn from."""
         return None
 
     def watches(self, index: int) -> bool:
@@ -54,15 +54,15 @@ class Hook:
         """Take the attention of the newest token of answer `index`, [kv_len] fp32."""
 
     def on_complete(self, outputs: Sequence[SequenceOutput]) -> Further | None:
-        """The answers are complete. Return a further request to run before they are reported."""
+        """Called when the answers are complete. Return a further request to run before they are reported."""
         return None
 
     def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
         """Fill in the reports of the answers, which may be partial ones."""
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
-        """The complete answers are reported. Return work before the request ends, at most one launch between two
-        values. emit: takes further events."""
+        """Called when the complete answers are reported. Return work to do before the request ends, at most one launch
+        between two values. emit: callback for further events."""
         return None
 
 
@@ -76,7 +76,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Further:
-    """A request that is run for another one, whose events are its parent's. hook: takes its results."""
+    """A request that is run for another one and reports as its parent. hook: takes its results."""
 
     request: Request  # its prompt may end with tokens of an answer
     hook: Hook

@@ -1,8 +1,8 @@
 """Processing of a step's results: draws tokens, and ends prompts, answers and requests.
 
-With async scheduling, tokens drawn in a decode step are pending until the next step is queued. Only then the host waits
-for them, appends them, and ends answers; what the next step has computed for an answer that ended is dropped. An error
-of one answer ends its request alone.
+With async scheduling, tokens drawn in a decode step are pending until the next step is queued. Only then does the host
+wait for them, append them, and end answers; results of the next step for an ended answer are dropped. An error in one
+answer ends only its request.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class OutputProcessor:
             self._fail(state, error)
 
     def _begin_or_resume(self, sequence: Sequence, done: PrefillReport) -> None:
-        """Begin the answers of a computed prompt, or go on with an answer that has begun."""
+        """Begin the answers of a computed prompt, or continue an answer."""
         state, begun = sequence.state, None
         if sequence.output is None:  # else its KV was dropped
             if state.parent is None:
@@ -173,14 +173,16 @@ class OutputProcessor:
         self.append(dict(zip(wave, draw_next(outputs, done.logits.expand(len(outputs), -1)), strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> SequenceOutput:
-        """Create the output of its answer."""
+        """Create the output of the sequence's answer."""
         state, sampling, index = sequence.state, sequence.state.request.sampling, sequence.index
         params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
         on_event = partial(self._emit, state) if state.streams else ignore
         if state.num_answers > sampling.n:
             params = replace(params, logprobs=sampling.logprobs or 0)
-        see = tuple(filter(None, [hook.on_logits(index) for hook in state.hooks]))
-        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, index, see)
+        on_logits = tuple(filter(None, [hook.on_logits(index) for hook in state.hooks]))
+        sequence.output = SequenceOutput(
+            self._runtime, params, state.request.plan.token_ids, on_event, index, on_logits
+        )
         return sequence.output
 
     # tokens
@@ -228,7 +230,7 @@ class OutputProcessor:
             self.append(going)
         for sequence in decoded.sequences:
             unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
-            if sequence.elsewhere is None and sequence.paged is not None and unseen > sequence.paged.gone:
+            if sequence.elsewhere is None and sequence.paged is not None and unseen > sequence.paged.num_freed_blocks:
                 sequence.paged.give_back(unseen)
 
     def append(self, draws: Mapping[Sequence, Draw | Exception]) -> None:
@@ -272,14 +274,14 @@ class OutputProcessor:
             self._scheduler.add(child)
 
     def _close(self, sequence: Sequence, early: Early | None = None) -> None:
-        """Flush an answer's text. early: why it ends before it is complete."""
+        """Flush an answer's text. early: reason for ending it before it is complete."""
         assert sequence.output is not None
         generation = sequence.output.end()
         generation.finish_reason = early or generation.finish_reason
         self._counts.generated += len(generation.token_ids)
 
     def _report(self, state: RequestState, early: Early | None = None) -> None:
-        """Report the answers. early: why the request ends before it is complete, with what was generated so far."""
+        """Report the answers. early: reason for ending the request with incomplete answers."""
         if state.parent is not None:  # its parent ends, too
             self.drop(state)
             return
@@ -302,7 +304,7 @@ class OutputProcessor:
             self._emit_done(state, answers, early)
 
     def _conclude_next(self) -> None:
-        """Do the next piece of a hook's work for the first complete request. After the last one it is done."""
+        """Do the next piece of a hook's work for the first complete request; finish the request after the last one."""
         state, answers, pieces = self._concluding.popleft()
         try:
             if not state.cancelled and next(pieces, "end") is None:
@@ -321,8 +323,8 @@ class OutputProcessor:
         self._emit(state, Done(answers, early))
 
     def _answers(self, state: RequestState) -> list[Answer]:
-        """Return the answers, the likeliest of them if more than n were generated; none before the prompt is done.
-        Emits what was not streamed."""
+        """Return the answers, the n likeliest if more were generated; none before the prompt is done. Emits text that
+        was not streamed."""
         if state.done is None:
             return []
         made = [s.output.out for s in state.sequences if s.output is not None]

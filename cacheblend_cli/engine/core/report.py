@@ -49,7 +49,7 @@ class PrefillReport:
 
 
 def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation) -> Answer:
-    """Return the answer, without what features report. done: its prefilled prompt."""
+    """Return the answer, without reports of features. done: its prefilled prompt."""
     request, plan, loader, chosen = done.request, done.plan, done.loader, done.result.chosen.tolist()
     if generation.reasoning_cut:
         request.notes.append(

@@ -3,10 +3,10 @@
 Requests are served by priority, then first come, first served. Preempted sequences resume before a new one begins. One
 prompt is prefilled at a time, a slice per step, and between two slices every running answer gets a token; consecutive
 short prompts share a step, up to the rows of a slice. The next prompt may load meanwhile. If blocks run out, the
-sequence that came last is preempted. Requests that were cancelled or are overdue end in a step of their own.
+sequence that came last is preempted. Cancelled and overdue requests end in a separate step.
 
 With async scheduling (on a GPU) a step that only decodes the same answers again is scheduled before the host knows the
-tokens of the last one (`schedule_ahead`). Any other step is scheduled once these have taken effect.
+tokens of the last one (`schedule_ahead`). Any other step is scheduled after these tokens have taken effect.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Scheduler:
     # keys of prefills and swapped KV in the worker
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def those(self, status: SequenceStatus) -> list[Sequence]:
-        """Return the sequences with this status, in turn."""
+    def with_status(self, status: SequenceStatus) -> list[Sequence]:
+        """Return the sequences with this status, in order of service."""
         return [s for state in self.states for s in state.sequences if s.status is status]
 
     def add(self, state: RequestState) -> None:
@@ -85,11 +85,11 @@ class Scheduler:
         """Return the work of the next step, empty if there is nothing to do."""
         if ended := [state for state in self.states if state.ended]:
             return Step(end=ended)
-        while (swapped := self.those(SequenceStatus.SWAPPED)) and self._may_return(swapped[0]):
+        while (swapped := self.with_status(SequenceStatus.SWAPPED)) and self._may_return(swapped[0]):
             self._swap_in(swapped[0])
         while not swapped and (found := self._next_prompt()) is not None:
             self._begin(*found)
-        running = self.those(SequenceStatus.RUNNING)
+        running = self.with_status(SequenceStatus.RUNNING)
         prefilling, decoding = [s for s in running if s.prefilling], [s for s in running if not s.prefilling]
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
         if self._prefilled:
@@ -103,11 +103,11 @@ class Scheduler:
         return step
 
     def schedule_ahead(self, pending: Mapping[Sequence, Draw]) -> Step | None:
-        """Return the next step if it decodes the answers with pending tokens again and nothing else, whatever these
-        tokens are; else None."""
+        """Return the next step if it only decodes the answers with pending tokens again, independent of the tokens;
+        else None."""
         if not pending or any(state.ended for state in self.states):
             return None
-        running, swapped = self.those(SequenceStatus.RUNNING), self.those(SequenceStatus.SWAPPED)
+        running, swapped = self.with_status(SequenceStatus.RUNNING), self.with_status(SequenceStatus.SWAPPED)
         again = bool(running) and all(s in pending and s.output is not None and s.output.can_run_ahead for s in running)
         joins = self._may_return(swapped[0]) if swapped else self._next_prompt() is not None
         if not again or joins or not self.blocks.can_append(_growing(running)):
@@ -119,7 +119,11 @@ class Scheduler:
     def num_places(self) -> int:
         """Number of sequences that could begin now. A prompt being prefilled holds one place until its answers
         begin."""
-        return self.max_sequences - len(self.those(SequenceStatus.RUNNING)) - len(self.those(SequenceStatus.SWAPPED))
+        return (
+            self.max_sequences
+            - len(self.with_status(SequenceStatus.RUNNING))
+            - len(self.with_status(SequenceStatus.SWAPPED))
+        )
 
     def wave(self, num_left: int) -> int:
         """Return how many of a request's num_left answers start now: at most half of all places, to leave room for
@@ -141,13 +145,13 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Number of blocks on the host."""
-        return sum(s.swapped.num_blocks for s in self.those(SequenceStatus.SWAPPED) if s.swapped is not None)
+        return sum(s.swapped.num_blocks for s in self.with_status(SequenceStatus.SWAPPED) if s.swapped is not None)
 
     def _swap_out(self, sequence: Sequence) -> None:
         assert sequence.paged is not None
-        number, own, gone = next(self._numbers), sequence.paged.owned, sequence.paged.gone
+        number, own, num_freed_blocks = next(self._numbers), sequence.paged.owned, sequence.paged.num_freed_blocks
         self._step.swaps.append(Swap(number, tuple(own), out=True))
-        sequence.swapped = SwappedKV(self.worker, number, len(own), gone)
+        sequence.swapped = SwappedKV(self.worker, number, len(own), num_freed_blocks)
         sequence.paged.release()
         sequence.paged, sequence.status = None, SequenceStatus.SWAPPED
 
@@ -156,13 +160,13 @@ class Scheduler:
         assert kept is not None
         own = self.worker.allocator.allocate(kept.num_blocks)
         self._step.swaps.append(Swap(kept.number, tuple(own), out=False))
-        sequence.paged = BlockTable(self.worker, [*own[:1] * kept.gone, *own], kept.gone)
+        sequence.paged = BlockTable(self.worker, [*own[:1] * kept.num_freed_blocks, *own], kept.num_freed_blocks)
         sequence.swapped, sequence.status = None, SequenceStatus.RUNNING
 
     def _may_return(self, sequence: Sequence) -> bool:
         kept = sequence.swapped
         assert kept is not None
-        return self.blocks.can_swap_in(sequence.kv_len, kept.gone, kept.num_blocks)
+        return self.blocks.can_swap_in(sequence.kv_len, kept.num_freed_blocks, kept.num_blocks)
 
     def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Allocate the prompt's blocks, and begin it."""
@@ -176,13 +180,13 @@ class Scheduler:
 
     def _next_prompt(self) -> tuple[Sequence, PrefixHit] | None:
         """Return the next prompt and its prefix cache hit if it may begin now."""
-        waiting = self.those(SequenceStatus.WAITING)
+        waiting = self.with_status(SequenceStatus.WAITING)
         hit = self._may_begin(waiting[0]) if waiting else None
         return None if hit is None else (waiting[0], hit)
 
     def _may_begin(self, sequence: Sequence) -> PrefixHit | None:
         """Return the prompt's prefix cache hit if it may begin now, else None."""
-        state, running = sequence.state, self.those(SequenceStatus.RUNNING)
+        state, running = sequence.state, self.with_status(SequenceStatus.RUNNING)
         prefilling = [s for s in running if s.prefilling]
         full = len(prefilling) > self.ahead  # only a short prompt may join other short ones
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
@@ -193,7 +197,7 @@ class Scheduler:
         if full and not self._may_join(prefilling, self._short_rows(state, hit)):
             return None
         headroom = max(1, state.max_new_tokens)
-        if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.room_behind) is not Allocation.OK:
+        if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.num_new_tokens) is not Allocation.OK:
             return None
         # running answers at their maximum length fit the pool and the swap space, so that little is computed again
         growth = sum(map(self._growth, running)) + self.blocks.taken(state.num_tokens + headroom, hit)
@@ -217,8 +221,7 @@ class Scheduler:
         return short_rows(plan.with_prefix_cache(hit.num_tokens), self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
-        """Return whether a prompt of num_rows (None: not a short one) can share a step with all that began before
-        it."""
+        """Return whether a prompt of num_rows (None: not a short one) can share a step with all prompts before it."""
         short = [num_rows, *(s.prefill.short for s in prefilling if s.prefill is not None)]
         return None not in short and sum(n for n in short if n is not None) <= self.launch_rows
 
@@ -233,5 +236,5 @@ class Scheduler:
 
 
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
-    """Return the sequences that decode into our blocks, with their numbers of tokens."""
+    """Return the sequences that decode into the pool's blocks, with their numbers of tokens."""
     return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.elsewhere is None]

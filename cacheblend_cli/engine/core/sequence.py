@@ -49,12 +49,12 @@ class SwappedKV:
     worker: Worker
     number: int  # the worker's key for it
     num_blocks: int
-    gone: int  # leading blocks that the sequence had already given back
+    num_freed_blocks: int  # leading blocks that the sequence had already given back
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer of a request. Of those that start together, the first prefills the prompt, the others fork it."""
+    """One answer of a request. Of answers that start together, the first prefills the prompt, the others fork it."""
 
     state: RequestState
     index: int  # of the answer
@@ -84,8 +84,8 @@ class Sequence:
         return self.output.out.token_ids[-1 - self.replay]
 
     @property
-    def room_behind(self) -> int:
-        """Tokens after the prompt that need blocks when it begins."""
+    def num_new_tokens(self) -> int:
+        """Number of tokens after the prompt that need blocks at its start."""
         return 1 if self.output is None else max(1, len(self.token_ids) - self.state.num_tokens + 1)
 
     def stop_prefill(self) -> None:
@@ -126,7 +126,7 @@ class RequestState:
 
     @property
     def ended(self) -> Early | None:
-        """Return why it is to end early, None if it is not."""
+        """Return the reason to end the request early, or None."""
         if self.parent is not None:
             return self.parent.ended
         if self.cancelled:
@@ -151,8 +151,8 @@ class RequestState:
 
     @property
     def streams(self) -> bool:
-        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are to be chosen, or if the
-        answer may be replaced."""
+        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are chosen at the end, or
+        the answer may be replaced."""
         return self.num_answers <= self.request.sampling.n and not any(hook.may_replace for hook in self.hooks)
 
     @property
@@ -167,7 +167,7 @@ class RequestState:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of these without tokens of an answer."""
+        """Number of prompt tokens (num_tokens of a further request also counts an answer's)."""
         return self.num_tokens - self.num_answer_tokens
 
     @property

@@ -51,8 +51,8 @@ class Generation:
 class SequenceOutput:
     """Output state of one sequence: `draw` the next token from logits, then `append` it.
 
-    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callbacks for the logits that
-    each token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
+    on_event: callback for Token, Reasoning and Text events, which carry `index`. on_logits: callbacks for the logits
+    that each token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class SequenceOutput:
         prompt_ids: Sequence[int] = (),
         on_event: OnEvent = ignore,
         index: int = 0,
-        see: Sequence[Callable[[Tensor], None]] = (),
+        on_logits: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
-        self._params, self._on_event, self._index, self.see = params, on_event, index, see
+        self._params, self._on_event, self._index, self.on_logits = params, on_event, index, on_logits
         self._grammar = runtime.grammar_of(params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
@@ -87,11 +87,11 @@ class SequenceOutput:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Return whether the token after the next one can be drawn before the host knows the next one: not if that is
-        the last one, and not if what the host does with it changes the draw."""
+        """Return whether the token after the next one can be drawn before the host knows the next one: not if the next
+        one is the last, or changes the following draw on the host."""
         closes = self._budget is not None and not self.out.reasoning_cut and self._thought + 1 >= self._budget
         is_last = len(self.out.token_ids) + 1 >= self.max_tokens
-        return not (is_last or closes or self._grammar is not None or self.see)
+        return not (is_last or closes or self._grammar is not None or self.on_logits)
 
     def append(self, draw: Draw) -> bool:
         """Append the token, and stream the text that it completes. Returns whether the answer continues."""
@@ -152,13 +152,13 @@ class SequenceOutput:
 
 
 def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw | Exception]:
-    """Draw the next token of each from its row of logits, fp32 [n, vocab_size], or return the error that one alone
-    raised. Does not wait for the device."""
+    """Draw the next token of each output from its row of logits, fp32 [n, vocab_size]. An output's own error takes the
+    place of its draw. Does not wait for the device."""
     unseen = dict[int, Exception]()
     for index, (output, row) in enumerate(zip(outputs, logits, strict=True)):
         try:
-            for see in output.see:
-                see(row)
+            for take in output.on_logits:
+                take(row)
         except Exception as error:
             unseen[index] = error
     forced = [output._closing.popleft() if output._closing else None for output in outputs]

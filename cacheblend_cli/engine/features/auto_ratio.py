@@ -51,8 +51,8 @@ class AutoRatio(Hook):
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. Compute is measured once; how fast KV loads is learnt from
-    prompts that are blended."""
+    """Speeds of one model on this machine for one codec. Compute is measured once; the speed of loading is learnt from
+    blended prompts."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
@@ -60,7 +60,7 @@ class Controller:
 
     def decide(self, request: Request) -> tuple[Request, AutoReport]:
         """Return the request at the largest ratio that loading hides, at least request.blend.ratio, or as a full
-        prefill. The time that measuring this machine takes, once, is not part of the answer's."""
+        prefill. The answer's time excludes measuring this machine, which happens once."""
         resolved = time.perf_counter()
         speeds = self._measured()
         request = replace(request, started=request.started + time.perf_counter() - resolved)
@@ -73,10 +73,10 @@ class Controller:
         return replace(request, blend=blend), AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
     def _measured(self) -> Speeds:
-        """Return the speeds, measured now if they never were.
+        """Return the speeds; measure them if they are missing.
 
         Full prefills teach nothing about loading: after some of them in a row its speed is forgotten, so that a bad
-        first measurement does not stand for ever.
+        first measurement does not persist.
         """
         speeds, runtime = self._speeds, self._runtime
         if speeds is None:
@@ -89,7 +89,7 @@ class Controller:
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
         """Update the speeds from a prefill. rest_s: seconds from its end to the first token, None if unknown.
 
-        A prefill that computed a damaged chunk instead of loading it is ignored: its workload was another one.
+        Ignores a prefill that computed a damaged chunk instead of loading it: its workload was different.
         """
         assert self._speeds is not None
         work, loader = report.work, done.loader
@@ -120,14 +120,14 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
-    """Return the request as the controller decides, and why; unchanged without --ratio auto, or if it does not blend.
-    Raises UsageError for a blend with several ratios."""
+    """Return the request with the controller's decision, and its report; unchanged without --ratio auto, or if it does
+    not blend. Raises UsageError for a blend with several ratios."""
     if not request.options.auto or request.blend.mode != "blend":
         return request, None
     if not runtime.decoder.part.is_whole:
         raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
     if request.blend.checks:
-        raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
+        raise UsageError("--ratio auto chooses one ratio, but several check layers were given", "give a ratio to each")
     return controller_of(runtime, request).decide(request)
 
 

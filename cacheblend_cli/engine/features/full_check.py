@@ -1,8 +1,8 @@
-"""The full prefill behind `--verify`, which compares an answer, `--confirm`, which replaces it, and `--max-risk`, which
-replaces it if it is too risky.
+"""Full prefill for `--verify` (compares an answer), `--confirm` (replaces it) and `--max-risk` (replaces it if it is
+too risky).
 
 Once the answer is complete, one full prefill of the prompt and the answer's tokens gives the distribution at each of
-them. It is a further request, scheduled in slices like any other.
+them. That prefill is a further request, scheduled in slices like any other.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
 
 
 def _fit_of(request: Request) -> RiskFit | None:
-    """Return the fit of the request's risk, None without a limit or inexact KV. Raises UsageError."""
+    """Return the risk fit for the request, None without a limit or inexact KV. Raises UsageError."""
     if request.blend.max_risk is None or not request.plan.inexact_tokens:
         return None
     if max(request.sampling.n, request.sampling.best_of) > 1:
-        raise UsageError("max_risk applies to one answer", "ask for one, or without max_risk")
+        raise UsageError("max_risk applies to one answer", "ask for one answer, or omit max_risk")
     pairs = zip(request.plan.chunks, request.chunks, strict=True)
     contexts = {c.manifest.context for segment, c in pairs if segment.status == "blended" and c.manifest is not None}
     fit = RiskFile.of(request.collection, list(contexts), request.blend).read()
@@ -63,7 +63,7 @@ def _fit_of(request: Request) -> RiskFit | None:
 
 
 class Checks(Hook):
-    """Checks of an answer: keeps data of them while it is generated, has it checked, and reports the results."""
+    """Checks of an answer: records data while it is generated, runs the full prefill, and reports the results."""
 
     def __init__(self, runtime: Runtime, request: Request, fit: RiskFit | None) -> None:
         self._runtime, self._fit, self.limit = runtime, fit, request.blend.max_risk or 0.0
@@ -120,10 +120,10 @@ class Checks(Hook):
 class FullCheck(Hook):
     """A full prefill of a prompt and of the answer over blended KV (the draft).
 
-    It is fed the draft's tokens (teacher forcing), and its distribution at each is compared with the one that the token
-    was drawn from. To replace the draft, tokens are drawn again from the full prefill's logits with the same seed, as
-    in speculative decoding (arXiv 2211.17192); from the first difference on, the answer is decoded over the full
-    prefill's KV.
+    The prefill is fed the draft's tokens (teacher forcing), and its distribution at each is compared with the one that
+    the token was drawn from. To replace the draft, tokens are drawn again from the full prefill's logits with the same
+    seed, as in speculative decoding (arXiv 2211.17192); from the first difference on, the answer is decoded over the
+    full prefill's KV.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Chunks of the store after an answer: used ones are marked, and missing ones are stored (`storing.py`)."""
+"""After an answer: mark used chunks, and store missing ones (`storing.py`)."""
 
 from __future__ import annotations
 

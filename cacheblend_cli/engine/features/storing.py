@@ -1,4 +1,4 @@
-"""Storing missing chunks after an answer: those that the tier had, and those that were computed with the prompt."""
+"""Store missing chunks after an answer: chunks from the tier, and chunks computed with the prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cacheblend_cli.errors import DeviceError
 
 
 def store_missing(done: PrefillReport, store: ChunkStore, missing: Set[bytes]) -> Iterator[None]:
-    """Store chunks from the tier, then collect and store computed ones, at most one launch between two values. A note
-    reports the result."""
+    """Store chunks from the tier, then compute and store the other missing chunks, at most one launch between two
+    values. A note reports the result."""
     request = done.request
     keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
     collector = Collector(request.collection, store, keep)

@@ -54,7 +54,7 @@ class Reserve(msgspec.Struct, tag=True):
     """Allocate the pool of a GPU."""
 
     model: int
-    at_once: int
+    num_prompts: int
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -109,7 +109,8 @@ class Driver:
 
     @contextmanager
     def telling(self, message: msgspec.Struct) -> Iterator[None]:
-        """Send a message, and run in the context what it requests. An error of rank 0 alone ends the other ranks."""
+        """Send a message, and run the requested computation in the context. An error on rank 0 alone ends the other
+        ranks."""
         ranks = self.group.ranks
         with ranks.lock:
             self.drop()
@@ -138,10 +139,10 @@ class Driver:
         loaded.decoder.number = self.model
         return loaded
 
-    def reserve(self, decoder: Decoder, config: EngineConfig, at_once: int) -> DeviceMemory:
+    def reserve(self, decoder: Decoder, config: EngineConfig, num_prompts: int) -> DeviceMemory:
         """Allocate the pool on every rank's GPU."""
-        with self.telling(Reserve(self.model, at_once)):
-            return reserve(decoder, config, at_once=at_once)
+        with self.telling(Reserve(self.model, num_prompts)):
+            return reserve(decoder, config, num_prompts=num_prompts)
 
     def kv_scales(self, model: LoadedModel, prefix_ids: tuple[int, ...], config: EngineConfig) -> KVScales:
         """Compute the scales of every rank's float8 pools."""
@@ -215,7 +216,7 @@ def driver_of(size: int, device: torch.device) -> Driver:
 
 
 class OtherRankFailed(DeviceError):
-    """Another rank could not load its part of the model, and has reported why."""
+    """Another rank could not load its part of the model, and reported the reason."""
 
 
 def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> LoadedModel:
@@ -231,12 +232,12 @@ def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> Load
         ranks.wait(ranks.rank + 1)  # the others must not wait for this rank
         raise
     if other := ranks.wait(0):
-        raise OtherRankFailed(f"rank {other - 1} could not load the model", "see what it wrote above")
+        raise OtherRankFailed(f"rank {other - 1} could not load the model", "see its output above")
     return loaded
 
 
 def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.device) -> EngineConfig:
-    """Return the configuration with which every rank loads the model: nothing in it is measured by a rank. Raises
+    """Return the configuration with which every rank loads the model, without values that a rank would measure. Raises
     UsageError for options that are not implemented on several ranks."""
     spec = read_spec(path)
     check_divisible(spec, size)
@@ -245,7 +246,7 @@ def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.d
         ("--decode-with llama.cpp", config.decode_with, ("auto", "torch")),
     ):
         if value not in known:
-            raise UsageError(f"{name} is not implemented with --tensor-parallel", "leave one of the two out")
+            raise UsageError(f"{name} is not implemented with --tensor-parallel", "omit one of them")
     return replace(
         config,
         tensor_parallel=size,

@@ -1,7 +1,7 @@
 """The processes of --tensor-parallel, started by rank 0 or by torchrun. They watch each other.
 
-Once a second, every rank writes a heartbeat and its number of exchanges to a TCPStore. Rank 0 ends all ranks if one has
-died, is silent for HUNG_S seconds, or does not join an exchange in which rank 0 waits. The others end if rank 0 dies.
+Once a second, every rank writes a heartbeat and its number of exchanges to a TCPStore. Rank 0 ends all ranks if one
+died, is silent for HUNG_S seconds, or does not join an exchange that rank 0 waits in. The others end if rank 0 dies.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RankGroup:
             while not self._store.check([f"here/{rank}"]):
                 if (dead := self._dead()) or time.monotonic() > until:
                     raise DeviceError(
-                        dead or f"rank {rank} did not come in {START_S:.0f} seconds", "see what it wrote above"
+                        dead or f"rank {rank} did not start within {START_S:.0f} seconds", "see its output above"
                     )
                 time.sleep(0.02)
 

@@ -68,8 +68,8 @@ class Follower:
             case Calibrate(model, prefix_ids):
                 decoder, config = self._models[model]
                 decoder.kv_scales = calibrate(decoder, prefix_ids, config.block_size)
-            case Reserve(model, at_once):
-                self._memories[model] = reserve(*self._models[model], at_once=at_once)
+            case Reserve(model, num_prompts):
+                self._memories[model] = reserve(*self._models[model], num_prompts=num_prompts)
             case NewWorker(worker, model, num_blocks, block_size):
                 decoder, memory = self._models[model][0], self._memories.get(model)
                 if memory is None:

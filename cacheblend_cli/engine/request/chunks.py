@@ -1,4 +1,4 @@
-"""Chunks of a request: the store's records, each read once, and the chunks as the request's model sees them."""
+"""Chunks of a request: the store's records, each read once, and their inputs for the request's model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChunkRecords:
     context manager, for one thread."""
 
     def __init__(self, store: ChunkStore | None, cite_first: Scope | None = None) -> None:
-        """store: None for one without chunks. cite_first: see `Citations`."""
+        """store: None for a request without chunks. cite_first: see `Citations`."""
         self._store, self._cite_first, self._open = store, cite_first, ExitStack()
         self._found: dict[bytes, ChunkManifest | None] = {}
         self._damaged: dict[bytes, BadBlob] = {}
@@ -48,7 +48,7 @@ class ChunkRecords:
         return self._found.get(key)
 
     def named(self, key: bytes) -> ChunkManifest:
-        """Return the record of a chunk that must be there. Raises NotFoundError."""
+        """Return the record of a chunk. Raises NotFoundError if it is missing or damaged."""
         if (manifest := self.get(key)) is not None:
             return manifest
         if (damage := self.damage(key)) is not None:
@@ -63,16 +63,16 @@ class ChunkRecords:
         return manifest is not None and manifest.has_kv
 
     def damage(self, key: bytes) -> BadBlob | None:
-        """Return why the record of a chunk that was looked for could not be read, if it is damaged."""
+        """Return the error of a chunk's record that was looked up, None if it is not damaged."""
         return self._damaged.get(key)
 
     def cite(self, manifest: ChunkManifest) -> Citation:
-        """Return the document that the chunk stands in."""
+        """Return the document that contains the chunk."""
         return self._citations.of(manifest)
 
     @property
     def damaged_documents(self) -> bool:
-        """Return whether the record of a document that was looked up could not be read."""
+        """Return whether the record of a looked-up document could not be read."""
         return "_citations" in vars(self) and self._citations.damaged
 
     @cached_property
@@ -106,8 +106,8 @@ def request_chunks(
     ranks: Mapping[bytes, int],
     notes: list[str],
 ) -> tuple[RequestChunk, ...]:
-    """Return the chunks as this model sees them. planned: chunks of the request's documents, which the store may lack.
-    Raises NotFoundError."""
+    """Return the inputs of the chunks for this model. planned: chunks of the request's documents, which the store may
+    lack. Raises NotFoundError."""
     found = []
     for key in keys:
         new = planned.get(key)
@@ -123,8 +123,8 @@ def request_chunks(
         found.append(RequestChunk(key, used, cited, manifest, new, ranks.get(key)))
     if stored.damaged_documents:
         notes.append(
-            "records of documents are damaged: where their chunks stand in them is not known (cacheblend chunks verify --repair, "
-            "then precompute)"
+            "document records are damaged, so the places of their chunks are unknown (cacheblend chunks verify --repair, then "
+            "precompute)"
         )
     return tuple(found)
 
@@ -132,17 +132,16 @@ def request_chunks(
 def check_named(store: ChunkStore | None, keys: Sequence[bytes], planned: Mapping[bytes, PlannedChunk]) -> None:
     """Raise UsageError for named chunks without a store."""
     if store is None and any(key not in planned for key in keys):
-        raise UsageError("chunks are named, and there is no store", "give --store")
+        raise UsageError("--chunks needs a store", "give --store")
 
 
 def _as_input(
     collection: Collection, stored: ChunkRecords, manifest: ChunkManifest, notes: list[str]
 ) -> tuple[ChunkInput, ChunkManifest]:
-    """Return a stored chunk as this model sees it, and the record that says so.
+    """Return a stored chunk's input for this model, and its record.
 
-    One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another
-    model or salt gives its text: what this model has of that text in the collection's codec is taken; without any, or
-    with a damaged record alone, the chunk is computed. So is a chunk without KV.
+    Same model: load the KV as stored, in its codec and dtype. Other model or salt: use the text, with this model's KV
+    of it in the collection's codec, if stored and undamaged. Otherwise, and without KV, compute the chunk.
     """
     model, same = collection.model, replace(collection, codec=manifest.codec)
     own = next((c for c in (same, *same.in_other_dtypes()) if c.id == manifest.collection), None)

@@ -57,6 +57,6 @@ def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
     if sampling.temperature != 0 or sampling.repetition_penalty != 1 or penalty in (None, 1):
         return []
     return [
-        f"generation_config.json of {model.name} has repetition_penalty {penalty:g}, which transformers applies and this answer "
-        f"does not: set repetition_penalty to {penalty:g} for that"
+        f"generation_config.json of {model.name} has repetition_penalty {penalty:g}, which this answer does not use: to use it "
+        f"as transformers does, set repetition_penalty to {penalty:g}"
     ]

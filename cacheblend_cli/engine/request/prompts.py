@@ -38,7 +38,7 @@ class Prompts:
 
     def template_of(self, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
         """Return the template with this wording and date. None for either: the engine's own. A template that prints no
-        date ignores `day`. Raises UsageError where the chat template cannot render the wording."""
+        date ignores `day`. Raises UsageError if the chat template cannot render the wording."""
         own = self.template
         wording, day = wording or own.wording, own.day and (day or own.day)
         if wording == own.wording and day == own.day:
@@ -58,8 +58,8 @@ class Prompts:
         return Collection.of(self.model, self.template_of(wording, day), kv_dtype or self.config.kv_dtype, salt)
 
     def collections(self, salt: str, day: date | None) -> list[Collection]:
-        """Return the collections whose chunks can be used: one per codec, or the configured one; then those that the
-        same model computed in other dtypes."""
+        """Return the collections whose chunks can be used: one per codec, or the configured one; then collections of
+        the same model in other dtypes."""
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
         of = self.collection(salt, day=day)
         own = [of.in_codec(codec) for codec in names]
@@ -74,7 +74,7 @@ class Prompts:
         return kept or dates.today()
 
     def dated(self, store: ChunkStore | None, ask: AskRequest) -> AskRequest:
-        """Return the request with its date, so that all of its preparation reads the same template."""
+        """Return the request with its date, so that its whole preparation uses the same template."""
         return ask if ask.day is not None else replace(ask, day=self.day(store, ask.salt))
 
     def collection_of(self, ask: AskRequest) -> Collection:
@@ -93,8 +93,8 @@ class Prompts:
         return self.model.spec.max_context
 
     def reasoning_budget(self, sampling: SamplingParams) -> int | None:
-        """Return how many tokens the model may reason for beside its answer's; None if it does not reason, or without a
-        budget of its own."""
+        """Return the number of reasoning tokens allowed in addition to the answer's; None if the model does not reason,
+        or has no separate budget."""
         return sampling.reasoning_tokens if self.template.may_reason else None
 
     def max_new_tokens(self, sampling: SamplingParams) -> int:
@@ -114,8 +114,7 @@ class Prompts:
         least = num_characters // self.model.tokenizer.longest_token  # takes a while the first time
         if not self.fits(least, headroom):
             raise PromptTooLong(
-                f"the prompt has {num_characters:,} characters, which is {least:,} tokens at the least, and the context of "
-                f"{self.model.name} is {self.context}",
+                f"{num_characters:,} characters are at least {least:,} tokens; the context of {self.model.name} is {self.context}",
                 "ask with fewer or shorter documents, or a shorter question",
             )
 
@@ -127,7 +126,7 @@ class Prompts:
         """Raise PromptTooLong if a prompt and the answer's `headroom` do not fit the model's context."""
         if not self.fits(num_tokens, headroom):
             raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens and the answer up to {headroom}, "
-                f"and the context of {self.model.name} is {self.context}",
+                f"prompt ({num_tokens} tokens) and answer (up to {headroom}) exceed the context of {self.model.name} "
+                f"({self.context} tokens)",
                 "ask with fewer chunks, a shorter question or a smaller --max-tokens",
             )

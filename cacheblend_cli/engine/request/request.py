@@ -70,7 +70,7 @@ class Request:
 
     @property
     def inputs(self) -> tuple[ChunkInput, ...]:
-        """The chunks as this model sees them."""
+        """Inputs of the chunks for this model."""
         return tuple(chunk.input for chunk in self.chunks)
 
     @property
@@ -95,7 +95,7 @@ class Request:
         )
 
     def without(self, key: bytes, reason: str) -> Request:
-        """Return the request without the stored KV under the key, and without what the tier lost, with a note."""
+        """Return the request without the stored KV under the key and without KV that the tier lost, with a note."""
         gone = {key} | (self.tiered.lost if self.tiered else set())
         self.notes.append(not_used(key, reason))
         return replace(
@@ -108,7 +108,7 @@ class Request:
         )
 
     def extended(self, token_ids: Sequence[int]) -> Request:
-        """Return the request with tokens of its answer after the prompt."""
+        """Return the request with tokens of its answer appended to the prompt."""
         return replace(self, suffix_ids=(*self.suffix_ids, *token_ids))
 
     def in_full(self) -> Request:
@@ -116,12 +116,12 @@ class Request:
         return replace(self, store=None, tiered=None, blend=BlendParams(mode="full"), notes=[], connector=None)
 
     def handed_to(self, connector: Connector) -> Request:
-        """Return the request with its answer left to another engine. Raises UsageError if it compares our own
+        """Return the request with decoding left to another engine. Raises UsageError if it compares this engine's
         answer."""
         if self.options.verify or self.options.confirm or self.blend.max_risk is not None:
             raise UsageError(
-                "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
-                "leave them out, or let this engine decode",
+                "verify, confirm and max_risk need an answer decoded here, and another engine decodes this one",
+                "omit them, or let this engine decode",
             )
         return replace(self, connector=connector, sampling=replace(self.sampling, n=1, best_of=0))
 
@@ -132,7 +132,7 @@ def not_used(key: bytes, reason: str) -> str:
 
 
 def to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:
-    """Return the chunk as a missing one. What is computed now is never stored as what another dtype computed."""
+    """Return the chunk as a missing one. Its computed KV is never stored under another dtype's key."""
     if not chunk.computed_in:
         return replace(chunk, cached=False)
     return ChunkInput(collection.key(chunk.token_ids), chunk.source, chunk.token_ids, cached=False)

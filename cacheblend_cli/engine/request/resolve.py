@@ -49,7 +49,7 @@ def resolve(
     """
     if ask.blend.max_risk is not None and ask.options.stream:
         raise UsageError(
-            "max_risk judges whole answers, and this one is streamed: its tokens would be shown first",
+            "max_risk judges complete answers, so the answer cannot be streamed",
             "ask with --json or --batch, by Engine.ask or without stream; or use --confirm, which streams a draft",
         )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
@@ -86,8 +86,8 @@ def resolve(
     converted = [c for c in inputs if c.cached and c.computed_in]
     if converted:
         notes.append(
-            f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
-            f"again for that of {collection.codec}, or ask with --dtype {converted[0].computed_in}"
+            f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: for "
+            f"{collection.codec} precompute again, or ask with --dtype {converted[0].computed_in}"
         )
     notes += model_notes(prompts.model, sampling)
     lossless = not converted and all(is_lossless(codec, prompts.model.decoder.dtype) for codec in codecs)
@@ -144,7 +144,7 @@ def _searched(
     planned: Mapping[bytes, PlannedChunk],
     say: Say | None,
 ) -> tuple[AskRequest, Retrieved]:
-    """Return the request with the keys of all its chunks, and what was found."""
+    """Return the request with the keys of all its chunks, and the search results."""
     keys = [*planned, *(key for key in ask.keys if key not in planned)]
     found = Retrieved()
     if ask.search is not None:

@@ -1,4 +1,4 @@
-"""Search for a question's chunks: as many as fit the prompt, in reading order, exact where possible."""
+"""Search for a question's chunks: as many as fit the prompt, in reading order, exact if possible."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _fitting(
     planned: Mapping[bytes, PlannedChunk],
 ) -> tuple[list[bytes], list[str]]:
     """Return the found chunks that fit the model's context beside the answer and the named chunks, in order, and a note
-    on how many are left out. If nothing fits and none is named, the first one stays, to be refused like a named
+    on how many are left out. If none fits and no chunk is named, the first one stays, to be refused like a named
     chunk."""
     headroom = prompts.max_new_tokens(ask.sampling)
 
@@ -127,10 +127,11 @@ def _fitting(
 
 
 def in_order(stored: ChunkRecords, hits: Sequence[SearchHit], keys: Keys[bytes], order: str) -> list[bytes]:
-    """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
+    """Return the given keys of hits in reading order: documents by their best hit, chunks of one document by their
+    place.
 
-    order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with
-    the most exact tokens there comes first; of equals the one with the best hit.
+    order "exact": only the beginning of a prompt can be exact, up to the first inexact chunk. So the document with the
+    most exact tokens comes first, then the one with the best hit.
     """
     documents = in_reading_order(hits, keys)
     if order == "exact" and len(documents) > 1:
@@ -149,7 +150,7 @@ def in_reading_order(hits: Sequence[SearchHit], keys: Keys[bytes]) -> list[list[
 
 
 def exact_tokens(stored: ChunkRecords, keys: Sequence[bytes]) -> int:
-    """Return the number of tokens of leading chunks that were collected behind the same text. Evicted KV counts too, so
+    """Return the number of tokens of leading chunks that were collected after the same text. Evicted KV counts too, so
     that the order of a prompt, and its answer, do not depend on eviction."""
     left: tuple[int, ...] = ()
     for key in keys:
@@ -161,8 +162,8 @@ def exact_tokens(stored: ChunkRecords, keys: Sequence[bytes]) -> int:
 
 
 def exact_where_stored(collection: Collection, stored: ChunkRecords, keys: Sequence[bytes]) -> list[bytes]:
-    """Return the chunks, each from the context that makes it exact at its place, if that is stored: collected behind
-    the chunks that precede it here, whichever context was asked for."""
+    """Replace each chunk by the copy collected after the chunks before it here, if stored: that copy is exact, in any
+    context."""
     found, left = list[bytes](), tuple[int, ...]()
     right = True  # nothing after a chunk that needs repair is exact
     for key in keys:

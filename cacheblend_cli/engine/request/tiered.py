@@ -1,4 +1,4 @@
-"""A request's missing chunks in the store's tier: which it has, and how long to wait for them."""
+"""Missing chunks of a request: ask the tier for them, and limit the wait."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
 
 
 def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
-    """Estimate the seconds of a full prefill, from this machine's measured speeds, else for the fastest device."""
+    """Estimate the seconds of a full prefill from this machine's measured speeds, or else for the fastest device."""
     speeds = SpeedFile.of(prompts.model, codec).read()
     if speeds is None:
         fastest = _FASTEST.get(prompts.model.decoder.device.type, _FASTEST["cuda"])

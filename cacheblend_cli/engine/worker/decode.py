@@ -62,8 +62,8 @@ class EagerRunner:
 
 
 class BatchRunner(EagerRunner):
-    """Eager, with batches padded to a multiple of STEADY_ROWS rows, unless fewer rows are steady: an answer must not
-    depend on the size of its batch.
+    """Eager, with batches padded to a multiple of STEADY_ROWS rows (unless fewer rows are steady), so that an answer
+    does not depend on its batch.
 
     The pool must outlive the runner, which keeps SPARE slots of it for padding."""
 
@@ -162,7 +162,7 @@ class DecodeGraph:
 
     def fill(self, blocks: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
         """Set the batch: sequences with these blocks and kv_lens tokens. The next step is at position kv_len of each.
-        Uploads nothing that is there already."""
+        Uploads only changes."""
         if self._host_blocks != [list(own) for own in blocks]:
             self._fill_table(blocks)
         if self._host_lens != list(kv_lens):
@@ -210,8 +210,8 @@ def bucket(count: int, least: int) -> int:
 
 
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
-    """Return a graph runner on a GPU whose backend can be captured, unless `eager`; not if RoPE changes with the
-    length, and not with experts, transformers' layers or tensor parallelism."""
+    """Return a graph runner on a GPU whose backend can be captured; an eager one if `eager`, if RoPE changes with the
+    length, and with experts, transformers' layers or tensor parallelism."""
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
     alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
     alike = alike and decoder.part.is_whole  # an exchange between ranks is not captured

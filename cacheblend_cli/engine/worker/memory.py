@@ -1,5 +1,5 @@
-"""A GPU's memory across questions: a KV pool as large as weights and activations leave room for, and its decode graphs.
-On a CPU each prompt has its own pool, as large as it needs."""
+"""A GPU's memory across questions: a KV pool in the memory left by weights and activations, and its decode graphs. On a
+CPU each prompt has its own pool."""
 
 from __future__ import annotations
 
@@ -80,13 +80,15 @@ class DeviceMemory:
         return self.pool.allocator.num_free * self.pool.block_size
 
 
-def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = None, at_once: int = 1) -> DeviceMemory:
+def reserve(
+    decoder: Decoder, config: EngineConfig, *, meter: Meter | None = None, num_prompts: int = 1
+) -> DeviceMemory:
     """Profile a prefill, allocate the pool and warm up. meter: a GPU's by default. Raises DeviceError if not even one
     block fits."""
     block_size = config.block_size
     profile = measure(decoder, block_size, meter or Meter(decoder.device))
     per_token, context = bytes_per_token(decoder), decoder.spec.max_context
-    num_blocks = blocks_that_fit(profile, config.gpu_memory_utilization, per_token, context, block_size, at_once)
+    num_blocks = blocks_that_fit(profile, config.gpu_memory_utilization, per_token, context, block_size, num_prompts)
     # block tables are the same on every rank
     num_blocks = -int(decoder.part.ranks.largest(torch.tensor([-num_blocks], device=decoder.device)))
     try:
@@ -108,8 +110,8 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
 
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
-    """Launch every kernel that a question may launch, so that the first one compiles nothing: attention of all sizes,
-    and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
+    """Launch every kernel that a question may launch, so that the first question compiles nothing: attention of all
+    sizes, and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
     *chunks, suffix = WARM_UP
     codec = codec_of(codec, decoder.dtype)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
@@ -154,7 +156,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
 
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
-    """Measure two full prefills, the second twice as long; shorter ones if the device has no room for these."""
+    """Measure two full prefills, the second twice as long; shorter ones if the device lacks memory."""
     longest = max(1, decoder.spec.max_context // 2)
     many, few = (min(n, longest) for n in PROFILE_ROWS)
     try:
@@ -182,15 +184,15 @@ def blocks_that_fit(
     kv_bytes_per_token: float,
     context: int,
     block_size: int,
-    at_once: int = 1,
+    num_prompts: int = 1,
 ) -> int:
-    """Return the number of blocks of the pool: at most for `at_once` prompts of the model's whole context, one more
+    """Return the number of blocks of the pool: at most for `num_prompts` prompts of the model's whole context, one more
     (the full prefill of --verify) and a spare block.
 
     Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError if nothing fits.
     """
     room = utilization * profile.total - profile.used - profile.fixed
-    most = (at_once + 1) * context
+    most = (num_prompts + 1) * context
     tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), most + block_size)
     if tokens < 2 * block_size:
         raise DeviceError(

@@ -2,11 +2,11 @@
 
 A prompt is always cut at multiples of the slice size, whatever part of it the prefix cache has: the same rows go
 through the same matrix products, so KV and logits are the same to the bit. Everything from the first blended chunk on
-is one slice, which pauses between layers: a step computes as many of its layers as cost about a slice.
+is one slice, which pauses between layers: a step computes as many layers as cost about one slice.
 
 Several short prompts may share a launch. On a CPU a row's K, V and logits are the same to the bit with and without the
-others: attention is computed per sequence, and the products of at least SHORT_ROWS rows do not depend on further rows.
-The last layer and the head get STEADY_ROWS rows of each prompt, and a multiple of STEADY_ROWS in all.
+other prompts: attention is computed per sequence, and the products of at least SHORT_ROWS rows do not depend on further
+rows. The last layer and the head get STEADY_ROWS rows of each prompt, and a multiple of STEADY_ROWS in all.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
 
 
 class _SliceSteps(Steps):
-    """Every row at every layer, except that from the last layer with its own K and V on, only the rows `outputs` [n]
-    continue after K and V."""
+    """Every row at every layer. From the last layer with its own K and V on, only the rows `outputs` [n] continue after
+    K and V."""
 
     def __init__(self, loaders: Sequence[KVLoader], last: int, outputs: Tensor) -> None:
         self._loaders, self._last, self._outputs = loaders, last, outputs
@@ -152,8 +152,8 @@ class PrefillState:
         return self._output(result, start, self._done)
 
     def advance(self) -> PrefillOutput:
-        """Compute the next slice, or as many layers of what is blended as have the rows of a step, at least one. Raises
-        BadChunk."""
+        """Compute the next slice; of a blended slice, as many layers as make up the rows of a step, at least one.
+        Raises BadChunk."""
         piece = self._slices[self._done]
         if not piece.blended:
             return compute_slices([self])[0]

@@ -75,8 +75,8 @@ def tokens_of(draws: Sequence[Draw]) -> Tensor:
 
 
 class Sampler:
-    """Settings and state of one sequence's draws. Each has its own generator, so that an answer does not depend on the
-    rest of the batch."""
+    """Settings and state of one sequence's draws, with its own generator, so that an answer does not depend on its
+    batch."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Sampler:
 
     @property
     def alters(self) -> bool:
-        """Return whether it changes the model's logits."""
+        """Return whether the sampler changes the model's logits."""
         return self._penalties is not None or bool(self.params.logit_bias) or self.grammar is not None
 
     def adjusted(self, logits: Tensor) -> Tensor:
-        """Return logits [vocab_size] after penalties, bias and grammar; the same tensor without these."""
+        """Return logits [vocab_size] after penalties, bias and grammar; the same tensor if there are none."""
         if self._penalties is not None:
             logits = self._penalties.applied(logits)
         if self.params.logit_bias:
@@ -132,9 +132,9 @@ class Sampler:
 
 
 def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw | Exception]:
-    """Draw a token from each row of logits, fp32 [n, vocab_size]; an error in one sampler takes the place of its draw
-    and of no other. Rows with equal settings share one operation, and get the same tokens as alone. forced: token to
-    take instead, or None. Does not wait for the device; the logits may be overwritten afterwards."""
+    """Draw a token from each row of logits, fp32 [n, vocab_size]; a sampler's error takes the place of its own draw.
+    Rows with equal settings share one operation, and get the same tokens as alone. forced: token to take instead, or
+    None. Does not wait for the device; the logits may be overwritten afterwards."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, (sampler, token) in enumerate(zip(samplers, forced, strict=True)):
         groups[sampler.settings, token is None].append(index)

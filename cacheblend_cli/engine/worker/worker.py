@@ -2,8 +2,8 @@
 
 The core (`engine/core/core.py`) schedules, owns blocks and block tables, and draws tokens. A worker owns weights, the
 pool's memory, the loader of stored KV, kernels and decode graphs. Its inputs are plain data (token ids, positions,
-block tables, keys of stored KV, settings), so that workers on several devices get the same; its outputs are logits and
-figures.
+block tables, keys of stored KV, settings), so that workers on several devices get the same inputs; its outputs are
+logits and figures.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TableInput:
     """Blocks of a sequence; position p is in blocks[p // block_size]."""
 
     blocks: tuple[int, ...]
-    gone: int = 0  # leading blocks that were given back
+    num_freed_blocks: int = 0  # leading blocks that were given back
 
     @classmethod
     def of(cls, table: BlockTable) -> TableInput:
-        return cls(tuple(table.blocks), table.gone)
+        return cls(tuple(table.blocks), table.num_freed_blocks)
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Worker(BlockSpace):
         self._prefills[given.number] = state
 
     def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        """Compute the next step of a prompt, or the only slice of several short ones (`short_rows`) in one launch.
-        Raises BadChunk, after which each of them can be computed alone."""
+        """Compute the next step of a prompt, or the only slice of several short prompts (`short_rows`) in one launch.
+        Raises BadChunk, after which each prompt can be computed alone."""
         if len(numbers) == 1:
             return [self._prefills[numbers[0]].advance()]
         return compute_slices([self._prefills[number] for number in numbers])
@@ -139,4 +139,4 @@ class Worker(BlockSpace):
         """Release resources in other processes. The worker is not used afterwards."""
 
     def _view(self, table: TableInput) -> SequenceView:
-        return SequenceView(self._pool, list(table.blocks), table.gone)
+        return SequenceView(self._pool, list(table.blocks), table.num_freed_blocks)

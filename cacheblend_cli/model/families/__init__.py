@@ -52,7 +52,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
 
 
 def _check_size(spec: ModelSpec, size: int) -> None:
-    """Raise UsageError if weights of `size` bytes cannot hold the model, before anything is made in its size."""
+    """Raise UsageError if weights of `size` bytes cannot hold the model, before anything of that size is allocated."""
     if spec.generic:  # at least an embedding, the queries of a layer, and a matrix of an MLP
         count = spec.hidden_size * (spec.vocab_size + spec.num_heads * spec.head_dim + spec.intermediate_size)
     else:
@@ -61,7 +61,7 @@ def _check_size(spec: ModelSpec, size: int) -> None:
         names = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size".split()
         shape = ", ".join(f"{name} {getattr(spec, name):,}" for name in names)
         raise UsageError(
-            f"config.json describes a model of {count:,} parameters ({shape}), and its weights have {size:,} bytes",
+            f"config.json describes a model of {count:,} parameters ({shape}), but its weights have {size:,} bytes",
             AGAIN,
         )
 
@@ -86,7 +86,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if spec.max_context < 1:
         raise UsageError(
             f"RoPE's scaling in config.json leaves no context at all: {shown(spec.rope)}",
-            "its factor and original_max_position_embeddings have to make a length of one token or more",
+            "its factor and original_max_position_embeddings must give a context of at least one token",
         )
     return spec
 
@@ -136,9 +136,7 @@ def _architectures(config: dict[str, Any]) -> list[str]:
     if names is None:
         names = []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UsageError(
-            f"architectures in config.json is {names!r}, and has to be a list of names", "correct config.json"
-        )
+        raise UsageError(f"architectures in config.json must be a list of names, not {names!r}", "correct config.json")
     return names
 
 

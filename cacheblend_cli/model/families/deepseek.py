@@ -71,7 +71,7 @@ def _latent_decoder(fields: ConfigFields) -> ModelSpec:
     heads, kv_heads = fields.integer("num_attention_heads"), fields.optional_integer("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise wrong_value(
-            "num_key_value_heads", kv_heads, f"what num_attention_heads is, {heads}: all are made of one latent"
+            "num_key_value_heads", kv_heads, f"equal to num_attention_heads, {heads}: all heads share one latent"
         )
     rotated = fields.integer("qk_rope_head_dim")  # transformers too uses it as head_dim
     spec = plain_decoder(fields.changed(num_key_value_heads=1, head_dim=rotated))
@@ -97,7 +97,7 @@ def _sharper(rope: Mapping[str, Any]) -> float:
     if rope["rope_type"] == "default" or not share:
         return 1.0
     if not is_number(factor):
-        raise wrong_value("factor", factor, "a number, where there is an mscale_all_dim")
+        raise wrong_value("factor", factor, "a number if mscale_all_dim is set")
     return 1.0 if factor <= 1 else float(0.1 * share * math.log(factor) + 1.0)
 
 
@@ -113,7 +113,11 @@ def _with_experts(spec: ModelSpec, fields: ConfigFields, routing: Routing, *, no
         if count % groups or (routing.sigmoid and count // groups < 2):
             raise wrong_value("n_group", groups, f"a divisor of the {count} experts, with two or more in a group")
         if kept > groups or experts.per_token > count // groups * kept:
-            raise wrong_value("topk_group", kept, f"some of {groups} groups, with {experts.per_token} experts in them")
+            raise wrong_value(
+                "topk_group",
+                kept,
+                f"a number of the {groups} groups with at least {experts.per_token} experts in total",
+            )
         spec = replace(spec, experts=checked(experts))
     names = [n for n in ("num_nextn_predict_layers", "num_mtp_layers") if fields.values.get(n) is not None]
     predictors = fields.integer(names[0], least=0) if names else int(routing.sigmoid)  # V3 has one by default
@@ -139,7 +143,7 @@ def _expect(fields: ConfigFields, name: str, only: str) -> None:
     found = fields.values.get(name, only)
     if found != only:
         raise UsageError(
-            f"{name} in config.json is {shown(found)}, and only {only} is implemented for this family",
+            f"{name} in config.json is {shown(found)}; only {only} is implemented for this family",
             "use another model",
         )
 

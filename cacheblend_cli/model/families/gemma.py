@@ -91,7 +91,7 @@ def _token_inputs(fields: ConfigFields, least: int) -> tuple[int, int]:
 
 
 def _normed_values(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
-    """Return the spec with what Gemma 3n and 4 have in common. `spec.shapes` must be set."""
+    """Return the spec with the common features of Gemma 3n and 4. `spec.shapes` must be set."""
     return replace(
         spec,
         norms=AROUND,

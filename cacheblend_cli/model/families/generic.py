@@ -20,8 +20,8 @@ SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_mod
 
 
 def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
-    """Return the spec as far as the config determines it; `measure` finds the rest on the loaded model. None: not a
-    decoder of transformers. Raises UsageError. Imports transformers."""
+    """Return the spec as far as the config determines it (`measure` finds the rest on the loaded model), None if
+    transformers has no such decoder. Raises UsageError. Imports transformers."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -61,7 +61,7 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
-    """Raise UsageError for numbers that no model has: transformers' classes make lists of the number of layers."""
+    """Raise UsageError for impossible numbers: transformers' classes build lists as long as the number of layers."""
     for name, value in config.items():
         most = LARGEST["num_hidden_layers"] if LAYER_COUNT.fullmatch(name) else LARGEST_INTEGER
         if isinstance(value, int) and value > most and (most < LARGEST_INTEGER or SIZE.search(name)):

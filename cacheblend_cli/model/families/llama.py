@@ -78,7 +78,7 @@ def read_smollm3(fields: ConfigFields) -> ModelSpec:
         every = fields.integer("no_rope_layer_interval", 4)
         rotated = [int((layer + 1) % every != 0) for layer in range(spec.num_layers)]
     if not isinstance(rotated, list) or len(rotated) != spec.num_layers or any(r not in (0, 1) for r in rotated):
-        raise wrong_value("no_rope_layers", rotated, f"a list of {spec.num_layers} times 0 or 1")
+        raise wrong_value("no_rope_layers", rotated, f"a list of {spec.num_layers} values 0 or 1")
     if not any(rotated):
         raise UsageError("no layer of this model has RoPE", "its tokens would have no positions: check no_rope_layers")
     window = fields.optional_integer("sliding_window")

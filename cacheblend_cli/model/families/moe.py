@@ -71,12 +71,12 @@ def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsS
     """Return the experts after checking per_token and the number of experts. name: the field of per_token."""
     if experts.count * len(experts.layers) > MOST_EXPERTS:
         raise UsageError(
-            f"config.json has {experts.count:,} experts in each of {len(experts.layers):,} layers, and {MOST_EXPERTS:,} in all "
-            "layers together is the limit",
+            f"config.json has {experts.count:,} experts in each of {len(experts.layers):,} layers; the limit is "
+            f"{MOST_EXPERTS:,} in all layers together",
             "correct config.json, or fetch the checkpoint again",
         )
     if experts.per_token > experts.count:
-        raise wrong_value(name, experts.per_token, f"at most {experts.count}, which is all of them")
+        raise wrong_value(name, experts.per_token, f"at most {experts.count}, the number of experts")
     return experts
 
 

@@ -178,7 +178,7 @@ def plain_decoder(fields: ConfigFields, eps: str = "rms_norm_eps", activation: s
 
 
 def windows_by_pattern(fields: ConfigFields, num_layers: int, every: int, window: int = 4096) -> tuple[int | None, ...]:
-    """Return the window of each layer: from layer_types; without it, all layers but every n-th have one, with n =
+    """Return the window of each layer: from layer_types; without it, all layers except every n-th have one, with n =
     sliding_window_pattern. every, window: defaults of sliding_window_pattern and sliding_window."""
     types = fields.layer_types(num_layers)
     if types is None:

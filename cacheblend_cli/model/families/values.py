@@ -29,6 +29,6 @@ def is_number(value: Any) -> bool:
 
 def wrong_value(name: str, value: Any, wanted: str) -> UsageError:
     return UsageError(
-        f"{name} in config.json is {shown(value)}, and has to be {wanted}",
+        f"{name} in config.json is {shown(value)}; it must be {wanted}",
         "correct config.json, or fetch the checkpoint again",
     )

@@ -1,4 +1,4 @@
-"""Multimodal models of which only the language model is read, not images."""
+"""Multimodal models: only the language model is read, not images."""
 
 from __future__ import annotations
 

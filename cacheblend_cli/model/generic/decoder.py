@@ -133,7 +133,7 @@ def _model(path: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAd
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if odd := sorted(key if isinstance(key, str) else key[0] for key in found[kind]):  # (key, shape, shape)
             raise UsageError(
-                f"{path} has weights that are not its model's: {kind.replace('_', ' ')}, {len(odd)}, the first is {odd[0]}",
+                f"{path} has {len(odd)} {kind.replace('_keys', '')} weights (first: {odd[0]})",
                 "fetch the checkpoint again",
             )
     if adapter is not None:

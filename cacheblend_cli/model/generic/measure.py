@@ -32,8 +32,8 @@ class _Probe:
 
 
 def measure(spec: ModelSpec, parts: Parts) -> tuple[ModelSpec, list[GenericModule], list[AttentionParams]]:
-    """Return the spec with what was measured, each layer's module, and each layer's attention parameters. Raises
-    UsageError, with the reason, for a model whose layers compute anything that ours cannot."""
+    """Return the spec with the measured properties, each layer's module, and each layer's attention parameters. Raises
+    UsageError, with the reason, for a model whose layers compute something unsupported."""
     positions = probed_positions(spec, parts.model.device)
     embedded = parts.embed(torch.arange(len(positions), device=positions.device) % spec.vocab_size)
     calls = parts.calls(embedded, positions)

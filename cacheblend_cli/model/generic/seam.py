@@ -1,7 +1,7 @@
 """Hooks into transformers' attention: its AttentionInterface and its mask interface.
 
 A model with the attention implementation NAME calls `_attention` with q and k as rotated by its layer. It gets its
-masks from `_mask`, which creates none but keeps the rule that hides keys.
+masks from `_mask`, which creates no tensor but keeps the rule that hides keys.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Projected:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A rule instead of a mask: keys that a position sees, as transformers' function of batch, head, query and key."""
+    """A rule instead of a mask: transformers' function of batch, head, query and key, true for visible keys."""
 
     sees: Callable[..., Tensor]
 
     def window(self, length: int) -> int | None:
-        """Return how many positions a position of `length` sees back, including itself; None = all. Raises ValueError
-        if keys are hidden by another rule."""
+        """Return the number of positions that a position sees, including itself, in `length` positions; None = all.
+        Raises ValueError if keys are hidden by another rule."""
         last = length - 1
         count = int(self._seen(last, length).sum())
         window = None if count == length else count
@@ -71,8 +71,8 @@ _given: ContextVar[Tensor | None] = ContextVar("attention's output of the layer 
 
 @contextmanager
 def giving(attended: Tensor) -> Iterator[None]:
-    """Layers that run meanwhile get this output from attention, [num_rows, num_heads, head_dim], and continue. Without
-    it they end with `Stopped`."""
+    """Give layers that run in the context this attention output, [num_rows, num_heads, head_dim], and let them
+    continue. Without it they end with `Stopped`."""
     token = _given.set(attended)
     try:
         yield

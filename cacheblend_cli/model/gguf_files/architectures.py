@@ -28,7 +28,7 @@ class Keys:
     def refuse_unknown(self, known: Collection[str]) -> None:
         for key, value in self.values.items():
             if key not in known and value not in (None, False, 0, "", "none"):
-                raise self.refusal(key, "that key is not known, and it may change what the model computes")
+                raise self.refusal(key, "the key is unknown, and may change what the model computes")
 
     def refusal(self, key: str, why: str) -> UsageError:
         return UsageError(
@@ -43,13 +43,13 @@ class Keys:
         if isinstance(value, list):
             raise self.refusal(key, "layers that differ are not implemented")
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_INTEGER:
-            raise self.refusal(key, f"it has to be a whole number from 1 to {LARGEST_INTEGER}")
+            raise self.refusal(key, f"must be a whole number from 1 to {LARGEST_INTEGER}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._given(key, default)
         if not is_number(value) or value <= 0:
-            raise self.refusal(key, "it has to be a number above 0")
+            raise self.refusal(key, "must be a number above 0")
         return float(f"{value:.7g}")  # it was a float32: 1e-05 instead of 9.999999747378752e-06
 
     def optional_integer(self, key: str) -> int | None:
@@ -108,8 +108,8 @@ def _gemma3(keys: Keys, config: Config) -> Config:
 
 
 def _scalar(config: Config, widest: int) -> int:
-    """Return the divisor of scores under the root. GGUF files lack it: llama.cpp goes by the number of layers, since
-    the largest model has a different one."""
+    """Return the divisor of scores under the root. GGUF files lack it: llama.cpp infers it from the number of layers,
+    since the largest model has a different one."""
     if config["num_hidden_layers"] == widest:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

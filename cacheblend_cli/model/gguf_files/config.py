@@ -1,5 +1,4 @@
-"""config.json from a GGUF file's metadata. A key that changes what the model computes is understood or refused by
-name."""
+"""config.json from a GGUF file's metadata. A key that changes the computation is supported or refused by name."""
 
 from __future__ import annotations
 

@@ -131,13 +131,13 @@ def _value(field: Any) -> Any:
 
 
 def _dtype(reader: GGUFReader) -> str:
-    """Return the dtype of most weights: their own if they are not quantised, else bfloat16."""
+    """Return the most common dtype of the weights, bfloat16 if they are quantised."""
     kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
     return DTYPES.get(max(set(kinds), key=kinds.count, default=""), "bfloat16")
 
 
 def _index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> dict[str, StoredTensor]:
-    """Return the tensors under transformers' names. Tensors that no model of this family has keep their own."""
+    """Return the tensors under transformers' names. Tensors unknown to the family keep their own names."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     from cacheblend_cli.model.families import spec_from_config

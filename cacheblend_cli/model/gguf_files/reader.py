@@ -32,12 +32,12 @@ class CheckedReader(GGUFReader):
 
     def _build_fields(self, offs: int, count: int) -> Any:
         if count > MOST_KEYS:
-            raise ValueError(f"it has {count:,} keys, and {MOST_KEYS:,} is the limit")
+            raise ValueError(f"it has {count:,} keys; the limit is {MOST_KEYS:,}")
         return super()._build_fields(offs, count)
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:
         if count > MOST_TENSORS:
-            raise ValueError(f"it has {count:,} tensors, and {MOST_TENSORS:,} is the limit")
+            raise ValueError(f"it has {count:,} tensors; the limit is {MOST_TENSORS:,}")
         return super()._build_tensor_info(offs, count)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
@@ -50,7 +50,7 @@ class CheckedReader(GGUFReader):
         if kind == GGUFValueType.ARRAY:
             raise ValueError("it has an array of arrays")
         if self._num_items > MOST_ITEMS:
-            raise ValueError(f"its arrays have {self._num_items:,} values, and {MOST_ITEMS:,} is the limit")
+            raise ValueError(f"its arrays have {self._num_items:,} values; the limit is {MOST_ITEMS:,}")
         if count < LONG:
             return super()._get_field_parts(orig_offs, raw_type)
         item_type, start = GGUFValueType(kind), orig_offs + 12

@@ -30,7 +30,7 @@ def check(state: ServerState, name: str) -> None:
 
 
 def list_models(state: ServerState) -> list[dict[str, Any]]:
-    """Return the models that chat: most clients offer every listed one. Embeddings are found by the model's name."""
+    """Return the chat models, since most clients offer every listed model. Embedding requests name their model."""
     return [_language_model(state)]
 
 

@@ -1,7 +1,7 @@
 /* Attention of one row per sequence over the paged pool, in chunks of keys that are combined afterwards (FlashDecoding). */
 
 enum { CHUNK = 256, HEADS = 8, FEW_HEADS = 4, MAX_DIM = 256, AHEAD = 8 };
-enum { WIDTH = LANES / 4 }; /* vectors of values summed at once for FEW_HEADS heads: as many as fit the registers */
+enum { WIDTH = LANES / 4 }; /* vectors of values summed at once for FEW_HEADS heads: the number that fits the registers */
 
 typedef struct {
     const void *q, *k, *v;      /* q: [seqs, heads, dim]; k, v: [blocks, block_size, kv_heads, dim] */

@@ -1,4 +1,4 @@
-/* Blocks of a GGUF file to float32, equal to the bit to the gguf package's NumPy: products and sums are rounded separately. */
+/* Dequantise blocks of a GGUF file to float32, bit-identical to the gguf package: products and sums are rounded separately. */
 
 typedef struct {
     const uint8_t *blocks;

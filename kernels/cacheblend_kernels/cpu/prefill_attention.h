@@ -123,7 +123,7 @@ MATRICES static void multiply_matrices(float *sums, const uint16_t *a, int64_t s
 
 typedef struct { uint8_t bytes[64]; } Tiles;
 
-/* GCC's intrinsic reads only the first 8 bytes of a configuration, so the stores of the others would be dropped. */
+/* GCC assumes that the intrinsic reads only the first 8 bytes of a configuration, and would drop stores to the others. */
 MATRICES static inline void load_tiles(const Tiles *tiles) { __asm__ volatile("ldtilecfg %0" : : "m"(*tiles)); }
 
 /* Configure eight tiles of 16 rows of 64 bytes. Returns the previous configuration (oneDNN's), for `leave_tiles`. */
@@ -175,7 +175,7 @@ PAIRS static void attend_rows(const Prefill *p, int64_t kv_head, int64_t first, 
     __m512 most[VECTORS], total[VECTORS];
     float sinks[QUERIES] __attribute__((aligned(64)));
     const int64_t row = first / group, last_row = (first + count - 1) / group; /* offsets count from the first row, to fit 32 bits */
-    for (int64_t t = 0; t < QUERIES; t++) { /* lanes after the last query repeat it */
+    for (int64_t t = 0; t < QUERIES; t++) { /* lanes after the last query repeat that query */
         const int64_t query = first + (t < count ? t : count - 1), head = kv_head * group + query % group;
         from[t] = (int32_t)(((query / group - row) * p->q_stride + head * dim) * 2);
         to[t] = (int32_t)(((query / group - row) * p->heads + head) * v_dim * 2);
@@ -304,7 +304,7 @@ int cb_prefill_attention(const Prefill *given) {
         if (p->matrices) before = enter_tiles();
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < p->kv_heads * blocks; i++) turn_values(p, i / blocks, i % blocks);
-#pragma omp for schedule(dynamic) /* the longest first */
+#pragma omp for schedule(dynamic) /* the longest blocks first */
         for (int64_t i = p->kv_heads * tiles - 1; i >= 0; i--) attend_rows(p, i % p->kv_heads, i / p->kv_heads * QUERIES, &work);
         if (p->matrices) leave_tiles(&before);
     }

@@ -1,4 +1,4 @@
-/* Stored KV of few bits into the pool: unpack the codes, look up levels, invert the Hadamard transform, add the mean, rotate. The layout is
+/* Load stored few-bit KV into the pool: unpack the codes, look up levels, invert the Hadamard transform, add the mean, rotate. The layout is
    that of StoredKV (interface.py). */
 
 enum { MAX_CODES = 1024 };
@@ -17,7 +17,7 @@ typedef struct {
 
 INLINE int64_t plane_bytes(int64_t dim, int plane) { return (dim * plane + 7) / 8; }
 
-/* A code is split into planes of 4, 2 and 1 bits; one of 8 bits is a byte. */
+/* A code is split into planes of 4, 2 and 1 bits; an 8-bit code is one byte. */
 INLINE int64_t code_bytes(int64_t dim, const int bits) {
     if (bits == 8) return dim;
     return (bits & 4 ? plane_bytes(dim, 4) : 0) + (bits & 2 ? plane_bytes(dim, 2) : 0) + (bits & 1 ? plane_bytes(dim, 1) : 0);
@@ -71,7 +71,7 @@ INLINE vec butterfly(vec x, const int step) {
     return (vec)((veci)x ^ sign) + SHUFFLED(x, pattern);
 }
 
-/* Transform a head as torch_backend.mixed does, without its factor. y has room for LANES more values, which are never used. */
+/* Transform a head as torch_backend.mixed does, without its factor. y needs room for LANES more values, which are ignored. */
 INLINE void mix(float *restrict y, int64_t dim) {
     const int64_t half = dim / 2, block = half & -half;
     if (dim % 2) return;
@@ -145,7 +145,7 @@ INLINE void load_code_rows(const Codes *c, int64_t first, int64_t last, int64_t 
     }
 }
 
-/* of_latents: codecs with the same bits for K and V, used by latent attention, whose widths are neither 64 nor 128. */
+/* of_latents: codecs with equal bits for K and V, as for latent attention; widths are neither 64 nor 128. */
 INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const int k_bits, const int v_bits, const int of_latents, const int type) {
     if (!of_latents && c->k_dim == 64 && c->v_dim == 64)
         load_code_rows(c, first, last, 64, 64, k_bits, v_bits, type);

@@ -22,7 +22,7 @@
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
 #elif __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
-#elif LANES == 16 /* older GCC does not know the levels: name the oldest CPUs that have the instructions */
+#elif LANES == 16 /* older GCC lacks x86-64 levels: name the oldest CPUs with the instructions */
 #define CLONES __attribute__((target_clones("arch=skylake-avx512", "default")))
 #else
 #define CLONES __attribute__((target_clones("arch=haswell", "default")))
@@ -33,7 +33,7 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (veci4){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
-/* Run `call`, which names first and last, on parts of 0..count - 1, a thread each. */
+/* Run `call`, an expression in first and last, on parts of 0..count - 1, one per thread. */
 #define IN_PARTS(count, threads, call)                                                              \
     do {                                                                                            \
         const int parts_ = threads;                                                                 \

@@ -48,7 +48,7 @@ def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> No
 def _is_there(path: Path, *, create: bool) -> bool:
     """Return whether data.mdb exists; if not, check that it may be created."""
     if path.exists() and not path.is_dir():
-        raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
+        raise StoreFormat(f"{path} is a file; a store is a directory", "name another --store")
     if os.path.lexists(path / DATA):
         return True
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -159,7 +159,7 @@ def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
     free, needed = shutil.disk_usage(path).free, beyond + MIN_FREE_BYTES
     if beyond > 0 and free < needed:
         raise StoreNoSpace(
-            f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
+            f"the disk of {path} has {free >> 20} MiB free; {needed >> 20} MiB are needed",
             "free some space, remove chunks (cacheblend chunks prune), or name another --store",
         )
 

@@ -80,7 +80,7 @@ def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = Tr
         if scheme == "file":
             folder = Path(unquote(urlsplit(url).path))
             if not folder.is_dir() and not (create and folder.parent.is_dir()):
-                raise TierNotFound(f"there is no folder {folder}", "make it, or mount what it is on")
+                raise TierNotFound(f"the folder {folder} does not exist", "create it, or mount its filesystem")
             return Tier(url, LocalStore(folder, mkdir=True), cipher, folder)
         client: Any = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s", "allow_http": True}
         return Tier(url, from_url(url, client_options=client, retry_config={"max_retries": 2}), cipher)
@@ -312,13 +312,13 @@ def _errors(url: str) -> Iterator[None]:
     except Exception as error:
         kind, text = type(error).__name__, str(error)
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "StorageFull" in text:
-            raise StoreNoSpace(f"no space is left at {url}", "free some, or use another tier") from error
+            raise StoreNoSpace(f"no space is left at {url}", "free some space, or use another tier") from error
         if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or _DENIED.search(text):
             raise StorePermission(
                 f"{url} may not be used: {_line(error)}", "check the credentials in the environment, and their rights"
             ) from error
         if "NoSuchBucket" in text:
-            raise TierNotFound(f"there is no bucket at {url}", "make it, or check the URL") from error
+            raise TierNotFound(f"the bucket at {url} does not exist", "create it, or check the URL") from error
         if "MissingAccount" in text or isinstance(error, ValueError):
             raise TierUsage(f"{url} cannot be used: {_line(error)}", "see docs/scale.md") from error
         raise TierError(f"{url} failed: {_line(error)}", "check the network and the endpoint") from error

@@ -136,7 +136,7 @@ def _check_strays(reader: StoreReader, known: set[bytes], report: VerifyReport) 
         last = key
     for key in reader.keys_from(b"", "lru"):
         if key not in known:
-            report.findings.append(Finding("use", f"a last use of chunk {key.hex()[:12]}, which is not there", key))
+            report.findings.append(Finding("use", f"a last use of chunk {key.hex()[:12]}, which is not stored", key))
 
 
 def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyReport) -> None:
@@ -195,7 +195,7 @@ def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
     for database, counter in COUNTED.items():
         counted, there = getattr(state, counter), count_bytes(reader.pages, database)
         if counted not in (None, there):
-            text = f"the counters say {counted:,} bytes of {names[database]}, and there are {there:,}"
+            text = f"the counters say {counted:,} bytes of {names[database]}; the actual number is {there:,}"
             report.findings.append(Finding("counter", text))
 
 

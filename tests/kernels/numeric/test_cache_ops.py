@@ -138,7 +138,7 @@ def test_refusals(device: torch.device) -> None:
         rope_and_cache(None, x[:, :1], x[:, :1], cache, good)
 
 
-def test_what_passed_once_is_no_pass_for_others(device: torch.device) -> None:
+def test_a_passed_check_does_not_cover_other_signatures(device: torch.device) -> None:
     """Checks run for the first launch of a signature: another signature is checked again, and so is a refused one."""
     x, tables = torch.randn(3, 2, 32, device=device), torch.zeros(3, 32, device=device)
     good = Slots(torch.arange(3, device=device), tables, tables)

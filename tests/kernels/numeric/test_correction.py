@@ -139,7 +139,7 @@ TOLERANCE = {  # of K, which has large offsets, and of V
 }
 
 
-def test_what_was_moved_is_much(roots: tuple[Path, Path]) -> None:
+def test_the_correction_moves_rows_substantially(roots: tuple[Path, Path]) -> None:
     case, decoder = Case(32), decoder_of(roots[0], "llama-gqa", 32, torch.device("cpu"))
     moved, still = case.moved(decoder, torch.float32, False), case.moved(decoder, torch.float32, False, correct=False)
     stale = case.stale_slots()

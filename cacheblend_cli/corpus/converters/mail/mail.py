@@ -42,7 +42,8 @@ class _Mail:
         self._has_text = False
 
     def text_of(self, message: Message, depth: int) -> str:
-        """Return headers and text of a message, and the names of its attachments. depth: 0 for the file's own."""
+        """Return headers and text of a message, and the names of its attachments. depth: 0 for the file's own
+        message."""
         subject = header_text(message, "Subject")
         title = f"# {subject}" if not depth else f"## Forwarded message: {subject}".strip()
         attached = list[str]()
@@ -78,7 +79,7 @@ class _Mail:
             yield from self._leaf(part, kind, attached, is_whole=depth == 0)
 
     def _alternative(self, parts: list[Message], depth: int, attached: list[str]) -> Iterator[str]:
-        """Yield the plain text, or the formatted text where the plain one says less; and the events of a calendar."""
+        """Yield the plain text, or the formatted text if that is fuller; and the events of a calendar."""
         plain, formatted, events = list[str](), list[str](), list[str]()
         for part in parts:
             kind = part.get_content_type()
@@ -110,7 +111,7 @@ class _Mail:
             attached += [name] if name else []
 
     def _is_read(self, part: Message, kind: str, name: str) -> bool:
-        """Return whether a text is of the message. A file with a name, after the first text, is an attachment."""
+        """Return whether a text belongs to the message. A file with a name, after the first text, is an attachment."""
         is_attached = part.get_content_disposition() == "attachment"
         return not is_attached and (not name or not self._has_text or kind == "text/calendar")
 

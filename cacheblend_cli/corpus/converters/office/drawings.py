@@ -36,7 +36,7 @@ DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
 def drawn_text(package: OfficePackage, relation: Relation | None, thing: str, omissions: Omissions, place: str) -> str:
     """Return the text of a related chart or diagram, "" if it was given before.
 
-    One without a text, or a chart without values, is an omission. thing: "chart" or "diagram".
+    A drawing without text, or a chart without values, is an omission. thing: "chart" or "diagram".
     """
     text = ""
     if relation is not None and not relation.external:

@@ -73,7 +73,7 @@ def _gutters(row: Row) -> list[tuple[float, float]]:
 
 
 def _narrowed(gutters: list[tuple[float, float]], row: Row) -> list[tuple[float, float]]:
-    """Return what the pieces of a row leave of the gutters."""
+    """Return the parts of the gutters that the pieces of a row leave free."""
     found, least = [], PIECE_GAP / 2 * row[0].height
     for left, right in gutters:
         for piece in row:

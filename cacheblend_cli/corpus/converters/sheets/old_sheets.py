@@ -60,7 +60,7 @@ def from_old_sheets(data: bytes) -> Converted:
 
 @contextmanager
 def _without_panics() -> Iterator[None]:
-    """Convert a panic of the library, which is no Exception, to its error for damaged files."""
+    """Convert a panic of the library, which is not an Exception, to its error for damaged files."""
     from python_calamine import CalamineError
 
     try:

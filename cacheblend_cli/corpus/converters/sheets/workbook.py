@@ -34,7 +34,7 @@ class Sheet:
 
 
 class Workbook:
-    """Sheets of a workbook, and what their cells refer to."""
+    """Sheets of a workbook, with its strings, number formats and authors of comments."""
 
     def __init__(self, package: OfficePackage) -> None:
         """Raises NoDocument if the package is not a workbook."""

@@ -56,7 +56,7 @@ class Walk:
         omissions: Omissions,
         drawn: Callable[[str, str, str], str],
     ) -> None:
-        """notes: by "footnote", "endnote" and "comment".
+        """notes: notes by kind: "footnote", "endnote", "comment".
         drawn: maps (identifier of the relation, "chart" or "diagram", place) to the text of a drawing in the body.
         """
         self._styles, self._numbering, self._notes, self._omissions = styles, numbering, notes, omissions

@@ -1,5 +1,4 @@
-"""llama.cpp beside this engine's decoder: if the settings demand it or it is faster, after its KV was compared with
-ours."""
+"""llama.cpp as a second decoder: used if the settings demand it or it is faster, after comparing its KV with ours."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from cacheblend_cli.model.read_ahead import remember
 
 
 class LlamaDecoder:
-    """Decodes with a GGUF file in llama.cpp, which is loaded for the first answer that it may decode. measured: only
-    where it is the faster one, and from a token on after which loading the file pays."""
+    """Decodes with a GGUF file in llama.cpp, loaded for the first answer that it may decode. measured: only if
+    llama.cpp is faster, and only from the token on at which loading the file pays off."""
 
     def __init__(self, runtime: Runtime, file: Path, *, measured: bool = False) -> None:
         self._runtime, self.file, self.measured = runtime, file, measured
@@ -47,8 +46,7 @@ class LlamaDecoder:
         )
 
     def loaded(self) -> LlamaCpp | None:
-        """Return llama.cpp if it decodes, loaded on first use; else None, with a message if it was requested and
-        refused."""
+        """Return llama.cpp if it decodes, loaded on first use; else None, with a message if it was requested."""
         if not self.decided:
             self.decided = True
             try:
@@ -59,8 +57,8 @@ class LlamaDecoder:
         return self._llama
 
     def _load(self) -> LlamaCpp | None:
-        """Return llama.cpp with a file whose KV is this model's; None if it is `measured` and slower. Raises
-        LlamaError."""
+        """Load llama.cpp and check that its KV equals this model's. Returns None if it was `measured` to be slower.
+        Raises LlamaError."""
         runtime, speeds = self._runtime, decode_speeds(self._runtime, self.file)
         if speeds.error is not None:
             raise LlamaError(f"llama.cpp is not used here: {speeds.error}")
@@ -98,7 +96,7 @@ class LlamaDecoder:
         return sequence.elsewhere is not None
 
     def _loads_after(self, num_generated: int) -> bool:
-        """Return whether llama.cpp is not loaded yet, and the answer is still too short for loading it to pay."""
+        """Return whether llama.cpp is not loaded yet and the answer is still too short to justify loading it."""
         if self.decided or not self.measured:
             return False
         if self._worth_after is None:
@@ -116,7 +114,7 @@ class LlamaDecoder:
         return DecodeOutput(logits.to(self._runtime.decoder.device), [None] * len(sequences))
 
     def describe(self) -> dict[str, str | int]:
-        """Return facts for `doctor`; this makes the choice."""
+        """Return facts for `doctor`, after choosing the decoder."""
         refused, runtime = list[str](), self._runtime
         say, runtime.say = runtime.say, refused.append
         try:

@@ -128,9 +128,9 @@ class Library:
     def new_context(
         self, model: int, num_cells: int, num_sequences: int, num_threads: int, num_batch: int = LEAST_BATCH
     ) -> int:
-        """Return a context whose KV cells all sequences share: f16 KV, flash attention if llama.cpp has it. num_batch:
-        tokens computed at once, at least one per sequence. Raises LlamaError if the layout of its parameters is
-        unknown, or memory is short."""
+        """Return a context with f16 KV cells shared by all sequences, and flash attention if llama.cpp has it.
+        num_batch: tokens computed at once, at least one per sequence. Raises LlamaError if the layout of its parameters
+        is unknown, or memory is short."""
         self._errors.clear()
         params = self.llama_context_default_params()
         head = (c_uint32 * 4).from_buffer(params)

@@ -1,8 +1,8 @@
 """llama.cpp as the decoding engine: it takes a prompt's KV as its own state, and returns logits of later tokens.
 
 Run as a program, FILE THREADS, it times llama.cpp and prints {"decode_s"} (seconds per token, the best of a few) or
-{"error"}. Code that the machine cannot run ends this process and not the engine's (ggml's AMX code dies with SIGILL on
-some virtual machines).
+{"error"}. Code that the machine cannot run then ends this process instead of the engine's (ggml's AMX code dies with
+SIGILL on some virtual machines).
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class LlamaCpp:
         spec = kv.decoder.spec
         if self.vocab_size != spec.vocab_size:
             raise LlamaError(
-                f"{self.file.name} has a vocabulary of {self.vocab_size} tokens, and the model one of {spec.vocab_size}",
+                f"{self.file.name} has a vocabulary of {self.vocab_size} tokens; the model has {spec.vocab_size}",
                 "decode with a file of the same model",
             )
         window, windows = int(self.library.llama_model_n_swa(self._model)), set(spec.sliding_windows) - {None}
         if windows != ({window} if window else set()):
             raise LlamaError(
-                f"llama.cpp computes {self.file.name} with a sliding window of {window or 'all positions'}, and the model has "
-                f"{', '.join(map(str, windows)) or 'none'}"
+                f"the sliding window of {self.file.name} is {window or 'none'} in llama.cpp, and "
+                f"{', '.join(map(str, windows)) or 'none'} in the model"
             )
         count = len(token_ids)
         self._fit(count, 1)
@@ -82,7 +82,7 @@ class LlamaCpp:
         for length, theirs in zip((count, count // 2), own, strict=True):
             if found := layout.differences(replace(kv, num_tokens=length), theirs):
                 raise LlamaError(
-                    f"KV of {self.file.name} in llama.cpp ({self.library.name}) is not that of the model: {'; '.join(found)}",
+                    f"KV of {self.file.name} in llama.cpp ({self.library.name}) differs from the model's: {'; '.join(found)}",
                     "decode with a file of the same model, or install another version of llama.cpp",
                 )
         self._layout = layout
@@ -91,7 +91,7 @@ class LlamaCpp:
         """Return a sequence with this KV. headroom: tokens to decode after it. Raises LlamaError."""
         if kv.num_tokens + headroom > self.max_context:
             raise LlamaError(
-                f"prompt and answer take {kv.num_tokens + headroom} tokens, and {self.file.name} has a context of {self.max_context}"
+                f"prompt and answer ({kv.num_tokens + headroom} tokens) exceed the context of {self.file.name} ({self.max_context})"
             )
         self._fit(kv.num_tokens + headroom, 1)
         index = next(i for i in range(self._num_places) if i not in self._live)

@@ -39,8 +39,8 @@ class DecodeSpeeds:
 
     @property
     def worth_after(self) -> float:
-        """Number of tokens over which llama.cpp gains its loading time; 0 if it is not faster. Loading it after so many
-        costs at most twice the better choice, whatever the length of the answer."""
+        """Number of tokens over which llama.cpp gains its loading time; 0 if it is not faster. Loading it after that
+        many tokens costs at most twice the better choice, for any length of the answer."""
         saved_s = self.own_s - self.llama_cpp_s
         return self.load_s / saved_s if saved_s > 0 and self.error is None else 0.0
 
@@ -75,7 +75,7 @@ def decode_speeds(runtime: Runtime, file: Path) -> DecodeSpeeds:
 
 
 def keep(runtime: Runtime, file: Path, speeds: DecodeSpeeds) -> None:
-    """Remember the speeds."""
+    """Store the speeds."""
     user_cache.keep(_place(runtime, file), json.dumps(vars(speeds)))
 
 

@@ -47,7 +47,7 @@ def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader |
     pages, size = PageReader(handle, newest, store), os.fstat(handle).st_size
     needed = newest.next_pgno * newest.page_size
     if newest.next_pgno > 2 and needed > size and not _ends_in_free_pages(pages, size):
-        raise damaged(store, f"its file has {size} bytes, and its index names {needed}: it was truncated")
+        raise damaged(store, f"its file has {size} bytes, but its index names {needed}: it was truncated")
     if txnid in (None, newest.txnid):
         return pages
     return PageReader(handle, older, store) if txnid == older.txnid else None
@@ -97,7 +97,7 @@ def _check_commit(pages: PageReader) -> None:
     """
     number = pages.meta.txnid
     if number > 2 and pages.last_freed() != number:
-        raise damaged(pages.store, f"page {number & 1}: it is not of the commit it says it is of")
+        raise damaged(pages.store, f"page {number & 1}: it does not belong to the commit that it names")
 
 
 def _check_unused(older: PageReader, newest: int) -> None:

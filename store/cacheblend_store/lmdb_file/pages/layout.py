@@ -126,7 +126,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
     if number != pgno or flags not in (_BRANCH, _LEAF) or lower & 1 or not HEADER < lower <= upper <= size:
         raise ValueError("its header is damaged")
     if is_branch and count < 2 and not integer_keys:
-        raise ValueError("it is a branch of one")
+        raise ValueError("it is a branch with one child")
     pointers = struct.unpack_from(f"<{count}H", data, HEADER)
     if min(pointers) < upper or max(pointers) + _NODE.size > size:
         raise ValueError("a node lies outside of it")
@@ -148,7 +148,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
         keys.append(data[start:body])
         ends.append(end + (end & 1))
     if named_pages and not 2 <= min(named_pages) <= max(named_pages) < num_pages:
-        raise ValueError("a node names a page that is not there")
+        raise ValueError("a node names a missing page")
     if [*sorted(pointers), size] != [upper, *sorted(ends)]:
         raise ValueError("its nodes overlap or leave a gap")  # LMDB relies on contiguous nodes when it moves them
     named = keys[1:] if is_branch else keys
@@ -163,7 +163,7 @@ def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None
     pgno, _, flags, low, high = _PAGE.unpack(header)
     pages, wanted = low | high << 16, (HEADER - 1 + node.size) // page_size + 1
     if pgno != node.pgno or flags != _OVERFLOW or pages != wanted or node.pgno + pages > num_pages:
-        raise ValueError("it does not begin the value it should")
+        raise ValueError("it does not begin the expected value")
 
 
 def big_header(node: Node, page_size: int, num_pages: int) -> bytes | None:

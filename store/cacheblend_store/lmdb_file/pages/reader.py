@@ -85,7 +85,7 @@ class PageReader:
         try:
             page = self._page_within(pgno, tree, bounds)
             if depth > MAX_DEPTH:
-                raise self._bad(pgno, "the tree is deeper than any tree")
+                raise self._bad(pgno, "the tree is deeper than possible")
         except StoreCorrupt:
             if skip_damaged:
                 return
@@ -245,7 +245,7 @@ class PageReader:
                 return page
             at = page.at(key)
             pgno, bounds = page.children[at], page.bounds(at, bounds)
-        raise self._bad(pgno, "the tree is deeper than any tree")
+        raise self._bad(pgno, "the tree is deeper than possible")
 
     def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
         """Return the page. Raises StoreCorrupt if its keys are out of bounds, so that look-ups would miss."""
@@ -258,7 +258,7 @@ class PageReader:
 
     def _read(self, pgno: int, size: int) -> bytes:
         if not 2 <= pgno < self.meta.next_pgno:
-            raise self._bad(pgno, "there is no such page")
+            raise self._bad(pgno, "it does not exist")
         buffer = bytearray(size)
         self._fill([memoryview(buffer)], pgno, 0)
         return bytes(buffer)
