@@ -140,13 +140,9 @@ def rm(
         return
     for name in ids if quiet else ():
         output.text(name)
-    _note_removed(len(ids), len({d.source for d in found}), output)
+    of = f" of {counted(count, 'document')}" if (count := len({d.source for d in found})) else ""
+    output.note(f"removed {counted(len(ids), 'chunk')}{of}")
     deleting.note_free(output, free)
-
-
-def _note_removed(num_chunks: int, num_documents: int, output: Output) -> None:
-    of = f" of {counted(num_documents, 'document')}" if num_documents else ""
-    output.note(f"removed {counted(num_chunks, 'chunk')}{of}")
 
 
 def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -246,7 +246,7 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
     """Show a row for each setting, or a JSON object with all intervals and layers."""
     if json:
         for s in summaries:
-            output.json(s.to_dict())
+            output.json(asdict(s))
         return
     referenced = any(s.f1 for s in summaries)
     columns = ["setting"]

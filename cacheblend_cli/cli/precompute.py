@@ -15,7 +15,6 @@ from cacheblend_cli import extensions
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import yes_or_no
-from cacheblend_cli.cli.omissions import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
@@ -318,7 +317,7 @@ class _View:
         elif event.skipped is not None:
             self.skipped_files.report(event.skipped)
         elif event.kind == "omitted":
-            report_omissions(event.incomplete, self.output, verbose=self.skipped_files.verbose)
+            folders.report_omissions(event.incomplete, self.output, verbose=self.skipped_files.verbose)
         elif event.kind == "removed":
             self.output.note(event.message)
         elif event.chunk is not None:

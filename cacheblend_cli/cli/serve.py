@@ -194,9 +194,11 @@ def _run(
         warm_app = WarmSocket(state, warm_socket, warm, url)
         serving = Server(make_app(state), state, warm_app, grace_s=http.grace_s, idle_exit_s=http.idle_exit_s)
         if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
-            output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
+            output.note(_memory_line(own, engine.service.stats(), decoded_twice=llama is not None))
         if settings.retrieve:
-            output.note(_retrieval_line(count_documents(state)))
+            count = count_documents(state)
+            found = f"from {counted(count, 'document')}; --no-retrieve for chats without them"
+            output.note(f"chats are answered {found if count else 'without documents, until some are stored for them'}")
         output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
         asyncio.run(serving.serve([public]))
 
@@ -247,12 +249,6 @@ def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
         f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(pool)} as it is used, and up to "
         f"{format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
     )
-
-
-def _retrieval_line(num_documents: int) -> str:
-    if not num_documents:
-        return "chats are answered without documents, until some are stored for them"
-    return f"chats are answered from {counted(num_documents, 'document')}; --no-retrieve for chats without them"
 
 
 def check_installed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli.omissions import report_omissions
+from cacheblend_cli.cli.folders import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share

@@ -43,7 +43,7 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
         self._listeners: dict[RequestState, OnEvent] = {}  # of unfinished requests
-        self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
+        self._work = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._numbers = itertools.count()
         self._closing = False
         self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last requests
@@ -94,12 +94,11 @@ class AsyncEngine:
         state.cancelled = True
 
     def cancel_all(self) -> None:
-        """Cancel all requests."""
         with self._changed:
             for state in self._listeners:
                 state.cancelled = True
 
-    def between_steps(self, work: Callable[[Runtime], T]) -> Future[T]:
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` in the engine's thread, at most one launch per call. A step runs between two calls, so that
         answers continue. Raises QueueFull if the engine closes."""
         future: Future[T] = Future()
@@ -180,7 +179,7 @@ class AsyncEngine:
         if work is not None:
             for state, event in self._core.flush():  # tokens must not wait for a launch
                 self._emit(state, event)
-            _do(self._runtime, *work)
+            _do(*work)
 
     def _emit(self, state: RequestState, event: Event) -> None:
         if isinstance(event, Failed):
@@ -215,11 +214,11 @@ class AsyncEngine:
         )
 
 
-def _do(runtime: Runtime, work: Callable[[Runtime], Any], future: Future[Any]) -> None:
+def _do(work: Callable[[], Any], future: Future[Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(work(runtime))
+        future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -45,9 +45,6 @@ class Summary:
     ttft_s: float
     prefill_s: float
     ttft_quartiles_s: tuple[float, float] = (0.0, 0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def summarise(results: Results, *, baseline: str | None = None, resamples: int = 2000) -> list[Summary]:

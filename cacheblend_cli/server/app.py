@@ -155,7 +155,7 @@ async def _health(_: Request, state: ServerState) -> Response:
 
 async def _ready(_: Request, state: ServerState) -> Response:
     """Return 503 if requests would be refused: the server stops, the engine is stuck, or the store's file is gone."""
-    status = "stopping" if state.draining else "stuck" if state.engine.is_stuck else "ready"
+    status = "stopping" if state.draining else "stuck" if state.engine.service.is_stuck else "ready"
     if status == "ready":
         try:
             state.store.check_file()

@@ -179,7 +179,7 @@ def _undo_later(state: ServerState, putting: Putting) -> None:
 
     if not putting.settled:
         with suppress(QueueFull):  # the server stops
-            state.engine.between_steps(undo)
+            state.engine.service.between_steps(undo)
 
 
 def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any]:

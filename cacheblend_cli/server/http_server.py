@@ -272,7 +272,7 @@ class Server(uvicorn.Server):
         await self._requests_end(self._grace_s)
         if self._state.active and not self.force_exit:
             logger.warning("the server is stopping; cancelled answers: %d", self._state.active)
-            self._state.engine.cancel_all()
+            self._state.engine.service.cancel_all()
             await self._requests_end(_ERROR_S)
         self._state.end_requests()  # that the engine has not ended
         await self._requests_end(_ERROR_S)

@@ -13,7 +13,6 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -36,9 +35,8 @@ class AutoRatio(Hook):
     def __init__(self, runtime: Runtime, report: AutoReport) -> None:
         self._runtime, self._report = runtime, report
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        for _, answer in made:
-            answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> None:
         """Update the speeds. On a GPU a prefill ends when its token is read."""

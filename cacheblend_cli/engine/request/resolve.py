@@ -14,7 +14,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.profile import with_own_ratio
-from cacheblend_cli.engine.request.chunks import ChunkRecords, check_named, in_stored_codec, request_chunks
+from cacheblend_cli.engine.request.chunks import ChunkRecords, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
@@ -32,7 +32,6 @@ def resolve(
     prompts: Prompts,
     store: ChunkStore | None,
     ask: AskRequest,
-    *,
     say: Say | None = None,
     collect: Callable[[], CollectSettings] | None = None,
     suffix_ids: tuple[int, ...] | None = None,
@@ -54,14 +53,15 @@ def resolve(
         )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
     ask = prompts.dated(store, replace(ask, sampling=sampling))
-    _check_size(prompts, ask)
+    texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
+    prompts.check_characters(sum(map(len, texts)), 0)
     planned = _planned(prompts, ask, collect, cancellation)
     with ChunkRecords(store, ask.cite_first) as stored:
         ask, found = _searched(prompts, store, stored, ask, planned, say)
         started, notes = time.perf_counter(), found.notes
-        check_named(store, ask.keys, planned)
-        collection = prompts.collection_of(ask)
-        collection = in_stored_codec(collection, prompts, stored, ask.keys)
+        if store is None and any(key not in planned for key in ask.keys):
+            raise UsageError("chunks are named, and there is no store", "give --store")
+        collection = in_stored_codec(prompts.collection_of(ask), prompts, stored, ask.keys)
         if collection.day is not None:
             notes += age_note(collection.day)
         chunks = request_chunks(collection, stored, ask.keys, planned, found.ranks, notes)
@@ -110,12 +110,6 @@ def resolve(
         tiered=tiered,
         ratio_from=ratio_from,
     )
-
-
-def _check_size(prompts: Prompts, ask: AskRequest) -> None:
-    """Raise PromptTooLong for texts that cannot fit."""
-    texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
-    prompts.check_characters(sum(map(len, texts)), 0)
 
 
 def _planned(
