@@ -12,6 +12,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
 from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.types import CompletedAnswer, Notes
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
         AskOptions,
         AskPlan,
         ChunkUse,
-        CompletedAnswer,
-        Notes,
         Piece,
         TokenUse,
         Verification,
@@ -40,7 +39,6 @@ class AnswerStream:
         self._held = draft and not output.out_tty
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Show notes about the sources before the answer."""
         for note in notes:
             self._output.warn(note)
 
@@ -278,7 +276,6 @@ def detail_line(answer: Answer) -> str:
 
 
 def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
-    """Show a plan (`ask --dry-run`) on stdout."""
     for note in plan.notes:
         output.warn(note)
     if json:

@@ -113,7 +113,6 @@ class AnswerView:
             )
 
     def _answered(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> dict[str, Any]:
-        """Show an answer of a batch and return its record."""
         if not self._json:
             if self.codes and self._output.quiet:  # --quiet hides the questions that otherwise separate answers
                 self._output.text("")

@@ -14,6 +14,7 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, result_
 from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.units import parse_age
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
@@ -63,7 +64,8 @@ class AskSession:
         self._documents = () if document is None else (TextDocument(document),)
         self.store, self.scope = store, EVERYTHING
         self._local_engine: LocalEngine | None = None
-        self._keep_alive_s = _seconds(resolved.settings.keep_alive)
+        keep_alive = resolved.settings.keep_alive
+        self._keep_alive_s = 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "keep_alive")
 
     def ask(
         self, question_input: QuestionInput, streams: AnswerStream | None = None, history: Sequence[str] = ()
@@ -202,7 +204,6 @@ class AskSession:
 
 
 def _missing_extra() -> UsageError | None:
-    """Return an error if the extra `serve` is not installed."""
     from cacheblend_cli.cli.serve import check_installed
 
     try:
@@ -210,13 +211,6 @@ def _missing_extra() -> UsageError | None:
     except UsageError as error:
         return error
     return None
-
-
-def _seconds(keep_alive: str) -> float:
-    """Return the seconds of a keep_alive value. Raises UsageError."""
-    from cacheblend_cli.cli.units import parse_age
-
-    return 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "keep_alive")
 
 
 def _in_order(

@@ -160,7 +160,6 @@ def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
 def _confirm(
     store: ChunkStore, keys: Sequence[bytes], documents: Sequence[DocumentRecord], output: Output, *, yes: bool
 ) -> None:
-    """Ask before chunks of more than one document are removed."""
     from cacheblend_cli.corpus.citations import Citations
 
     taken = dict.fromkeys([*keys, *(chunk.key for d in documents for chunk in d.chunks)])

@@ -75,7 +75,6 @@ def show(
 
 
 def _records(values: Mapping[str, Any], resolved: Resolved) -> dict[str, dict[str, Any]]:
-    """Return value and origin of every setting for --json."""
     found = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
     for name, place in resolved.ignored.items():
         found[name]["ignored"] = place

@@ -77,7 +77,13 @@ def demo(
                 update(len(results), questions, f"{len(results)}/{questions}")
     rows = summarise(results)
     if json:
-        _show_json(results, rows, output)
+        for result in results:
+            for setting, answer in result.answers.items():
+                asked = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
+                found = {"right": result.is_right(setting), "same": result.is_same(setting)}
+                output.json({**asked, **found, **answer.to_dict()})
+        for row in rows:
+            output.json(vars(row))
         return
     _show_rows(results, rows, engine.model.name, output)
     output.text(_ratio_line(case, run))
@@ -121,16 +127,6 @@ def _show_commands(folder: Path, output: Output, *, with_write: bool = True) -> 
         output.text(f"  {program} {arguments}")
 
 
-def _show_json(results: Sequence[Compared], rows: Sequence[DemoRow], output: Output) -> None:
-    for result in results:
-        for setting, answer in result.answers.items():
-            asked = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
-            found = {"right": result.is_right(setting), "same": result.is_same(setting)}
-            output.json({**asked, **found, **answer.to_dict()})
-    for row in rows:
-        output.json(vars(row))
-
-
 def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, output: Output) -> None:
     from statistics import median
 
@@ -156,7 +152,6 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
 
 
 def _ratio_line(case: DemoCase, run: Demo) -> str:
-    """Return which ratio was used, and where it comes from."""
     from cacheblend_cli.evaluation.demo_run import BLENDED
 
     blend = run.settings[BLENDED]

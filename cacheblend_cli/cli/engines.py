@@ -91,7 +91,6 @@ class LocalEngine:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of the weight files."""
         return sum(file.stat().st_size for file in self._engine.model.files if file.exists())
 
     @property

@@ -228,7 +228,6 @@ def _with_found_contexts(
 
 @contextmanager
 def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
-    """Open the named store, or a temporary one."""
     if named is not None:
         with open_store(replace(settings, store=named), write=True) as store:
             yield store
@@ -258,7 +257,6 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
 
 
 def show_layers(summaries: Sequence[Summary], output: Output) -> None:
-    """Show the relative RMSE against full prefill, one column per layer."""
     compared = [s for s in summaries if s.k_error]
     if not compared:
         return

@@ -61,12 +61,10 @@ def _usage(error: BaseException, output: Output) -> int:
 
 
 def _similar(error: BaseException) -> list[str]:
-    """Return options similar to an unknown one."""
     return getattr(error, "possibilities", None) or []
 
 
 def _hint(error: Any, message: str) -> str:
-    """Return what to do about a usage error of the parser."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "cacheblend"
     if _similar(error):

@@ -160,7 +160,6 @@ def _hint(group: str) -> str:
 
 
 def not_stored(files: Sequence[Skipped]) -> UsageError:
-    """Return the error for named files that were skipped."""
     from cacheblend_cli.corpus.walk import reason_of_suffix
 
     first, more = files[0], f", and {len(files) - 1} more" if len(files) > 1 else ""

@@ -73,7 +73,6 @@ def init(
 
 
 def _show_next(model: str | None, missing: Candidate | None, output: Output, *, has_smollm2: bool) -> None:
-    """Show how to get the recommended model and what to do with the chosen one."""
     if model is None:
         fallback = f"; until then {SMOLLM2} is used, a model for trying" if has_smollm2 else ""
         output.note(f"wrote nothing: none of these that suits this machine is on disk{fallback}")

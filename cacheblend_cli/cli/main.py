@@ -139,7 +139,6 @@ def _running_threads(stat: str) -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Report the error and return the exit code."""
     import typer
 
     if isinstance(error, typer.Exit):

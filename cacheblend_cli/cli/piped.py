@@ -63,7 +63,9 @@ def _piped_bytes(note: Callable[[str], None], warn: Callable[[str], None]) -> by
     try:
         descriptor = sys.stdin.fileno()
     except OSError:  # not a file descriptor: text that a program passes to this one in memory
-        return _in_memory()
+        with suppress(OSError):
+            return sys.stdin.buffer.read(MAX_BYTES + 1)
+        return None
     try:
         status = os.fstat(descriptor)
     except OSError:
@@ -101,13 +103,6 @@ def _pipe_bytes(
         warn(f"stdin is an open pipe that was silent for {WAIT_S:g} s: it is not read (< /dev/null saves the wait)")
         return None
     return sys.stdin.buffer.read(MAX_BYTES + 1)
-
-
-def _in_memory() -> bytes | None:
-    try:
-        return sys.stdin.buffer.read(MAX_BYTES + 1)
-    except OSError:
-        return None
 
 
 def _owner_of(own: os.stat_result) -> str | None:

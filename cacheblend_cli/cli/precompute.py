@@ -222,7 +222,6 @@ def _cluster(
 
 
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
-    """Open the store for a dry run, which creates none."""
     from cacheblend_store import StoreNotFound
 
     try:
@@ -334,7 +333,6 @@ class _View:
         self.total, self._start = 0 if planned is None else planned.work_tokens, time.perf_counter()
 
     def _count(self, tokens: int) -> None:
-        """Count tokens that were worked on."""
         if tokens:
             self._show_bar("precompute")
             self.done += tokens

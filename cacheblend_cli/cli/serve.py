@@ -124,7 +124,6 @@ def _status(settings: Settings, output: Output, *, json: bool) -> None:
 
 
 def _start(settings: Settings, idle_exit_s: float | None, output: Output, *, json: bool) -> None:
-    """Start the engine in the background unless it is running."""
     check_installed()
     from cacheblend_cli.server.background import listens, start
 
@@ -137,7 +136,6 @@ def _start(settings: Settings, idle_exit_s: float | None, output: Output, *, jso
 def _run(
     resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None, output: Output, *, json: bool
 ) -> None:
-    """Serve until a signal, --stop or --idle-exit."""
     check_installed()
     from cacheblend_cli.server.auth import LOOPBACK, read_origins
     from cacheblend_cli.server.tenants import Keyring, read_keys

@@ -24,7 +24,6 @@ def parse_age(text: str, flag: str) -> float:
 
 
 def format_size(count: int) -> str:
-    """Format bytes with a unit."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:
         if value < 1024:

@@ -77,7 +77,6 @@ class Prefilled(PrefillReport):
         return output.out
 
     def _memory(self, runner: DecodeRunner | None) -> DeviceMemory:
-        """Return the sequence's pool with its runner."""
         lasting = self.runtime.memory()
         if runner is None and lasting is not None and lasting.pool is self.pool:
             return lasting

@@ -175,7 +175,6 @@ class Runtime(Prompts):
         return self.memory_for(-(-num_tokens // self.config.block_size), at_once)
 
     def worker(self, memory: DeviceMemory) -> Worker:
-        """Return the worker of a core with this pool."""
         return self.driver.worker(self.decoder, memory)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
@@ -228,7 +227,6 @@ class Runtime(Prompts):
 
 
 def load_worker_model(config: EngineConfig) -> LoadedModel:
-    """Load the model on a worker."""
     return Runtime.load(config).model
 
 

@@ -52,7 +52,6 @@ def mean(column: Column) -> Column:
 
 
 def difference(ours: Column, theirs: Column) -> Column:
-    """Return the mean of ours minus the mean of theirs."""
     return ours.mean(-1) - theirs.mean(-1)
 
 

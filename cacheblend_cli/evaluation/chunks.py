@@ -48,7 +48,6 @@ class SampleChunks:
         return [self._plan(c, context).key for c in sample.contexts]
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of the sample's chunks."""
         return sum(len(self._encode(c.text)) for c in sample.contexts)
 
     def store(self, samples: Iterable[Sample], contexts: Sequence[str]) -> int:

@@ -155,7 +155,6 @@ class Demo:
 
 
 def summarise(results: Sequence[Compared]) -> list[DemoRow]:
-    """Return a row for each setting."""
     return [
         DemoRow(
             setting,

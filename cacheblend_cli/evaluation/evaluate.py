@@ -206,7 +206,6 @@ def _contexts(settings: Sequence[Setting]) -> list[str]:
 
 
 def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
-    """Return the measures against full prefill."""
     return {
         "kl": found.divergence.kl,
         "top1": found.divergence.top1,

@@ -104,7 +104,6 @@ def ordinary_ids(model: LoadedModel) -> Tensor:
 
 
 def random_ids(ordinary: Tensor, count: int, generator: torch.Generator) -> Ids:
-    """Draw `count` of these ids uniformly."""
     return tuple(ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist())
 
 
@@ -149,7 +148,6 @@ def even_lengths(total: int, parts: int) -> Sequence[int]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the vendor's name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name()

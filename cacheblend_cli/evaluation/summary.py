@@ -81,6 +81,7 @@ def _summary(
         sums = [sum(getattr(r, name)) for r in records]
         return bootstrap.interval(pooled, sums, [len(getattr(r, name)) for r in records])
 
+    inexact = sum(r.cached_tokens - r.exact_tokens for r in records)
     return Summary(
         label=setting.label,
         setting=setting.to_dict(),
@@ -102,7 +103,7 @@ def _summary(
         v_error=_layers([r.v_error for r in records]),
         attention_error=_layers([r.attention_error for r in records]),
         ratio=_mean_ratio(records) if setting.auto else setting.blend.effective_ratio(),
-        recomputed=_share([r.recomputed_tokens for r in records], [r.cached_tokens - r.exact_tokens for r in records]),
+        recomputed=sum(r.recomputed_tokens for r in records) / inexact if inexact else 0.0,
         budget=fmean(r.recompute_fraction for r in records) if records else 0.0,
         ttft_s=median(r.ttft_s for r in records) if records else 0.0,
         prefill_s=median(r.prefill_s for r in records) if records else 0.0,
@@ -129,7 +130,3 @@ def _mean_ratio(records: list[Record]) -> float:
         for r in records
     ]
     return fmean(ratios) if ratios else 0.0
-
-
-def _share(parts: Sequence[int], wholes: Sequence[int]) -> float:
-    return sum(parts) / sum(wholes) if sum(wholes) else 0.0

@@ -128,24 +128,14 @@ def make_app(state: ServerState, *, is_owner: bool = False) -> Starlette:
     routes += [route("GET /", _page), route("GET /page/{name}", _page)]
     middleware = [Middleware(AuthMiddleware, state=state, is_owner=is_owner)]
     if state.origins and not is_owner:  # first, because a browser asks without the key, and reads refusals
-        middleware.insert(0, _cors(state.origins))
+        # pages of these origins may send any header: clients add their own, such as X-Stainless-OS of OpenAI's
+        cors: dict[str, Any] = {"allow_methods": METHODS, "allow_headers": ["*"], "allow_private_network": True}
+        allowed = sorted(state.origins)
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=allowed, expose_headers=EXPOSED, **cors))
     return Starlette(
         routes=[*routes, Route(mcp_route.PATH, mcp_route.McpRoute(state), methods=["POST"])],
         middleware=middleware,
         exception_handlers={HTTPException: _no_route},
-    )
-
-
-def _cors(allowed: frozenset[str]) -> Middleware:
-    """Return the middleware that lets pages of these origins read responses. They may send any header: clients add
-    their own, such as X-Stainless-OS of OpenAI's."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=sorted(allowed),
-        allow_methods=METHODS,
-        allow_headers=["*"],
-        allow_private_network=True,
-        expose_headers=EXPOSED,
     )
 
 
@@ -180,7 +170,6 @@ async def _page(request: Request, _: ServerState) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """Return 404 and 405 errors of the router."""
     assert isinstance(error, HTTPException)
     routes = ", ".join((*OPERATIONS, f"POST {mcp_route.PATH}", "GET /")).replace(":path", "")
     what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"

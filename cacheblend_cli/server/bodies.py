@@ -79,7 +79,6 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings given in the request."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
@@ -230,18 +229,14 @@ def parse(kind: type[Body], body: bytes) -> Body:
 def _refusal(message: str) -> ApiError:
     """Return msgspec's error with the field's name as OpenAI's `param`."""
     placed = _PLACED.fullmatch(message)
-    what, place = (placed[1], _dotted(placed[2])) if placed else (message, "")
+    what, path = placed.groups() if placed else (message, "")
+    place = path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")  # messages[0].role: messages.0.role
     if unknown := _UNKNOWN.fullmatch(what):
         place = ".".join(part for part in (place, unknown[1]) if part)[:200]
         return bad_request(f"unknown field {place!r}", place, "unknown_parameter")
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
         place, what = ".".join(part for part in (place, missing[1]) if part), "the field is missing"
     return bad_request(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)
-
-
-def _dotted(path: str) -> str:
-    """Convert messages[0].role to messages.0.role."""
-    return path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")
 
 
 def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
@@ -253,7 +248,6 @@ def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...
 
 
 def _depth(raw: bytes) -> int:
-    """Return the nesting depth of JSON brackets."""
     depth = most = 0
     for bracket in re.sub(rb'"(?s:[^"\\]|\\.)*+(?:"|\\?\Z)|[^\[\]{}"]', b"", raw):
         depth += 1 if bracket in b"[{" else -1

@@ -95,7 +95,6 @@ class _Upload:
     file_name: str = ""  # of a file; its suffix selects the converter
 
     def pool(self, state: ServerState) -> FairPool:
-        """Return the threads to read and cut it with."""
         is_parsed = isinstance(self.content, bytes) and converter_of(self.file_name) not in PLAIN
         return state.pools.heavy if is_parsed else state.pools.for_text(len(self.content))
 
@@ -216,7 +215,6 @@ async def list_documents(request: Request, state: ServerState) -> Response:
 
 
 async def read_document(request: Request, state: ServerState) -> Response:
-    """Return a document with its chunks in order: text, place, headings."""
     document_id, tenant = request.path_params["id"], tenant_of(request)
 
     def read() -> bytes:
@@ -277,7 +275,6 @@ def visible_documents(state: ServerState, tenant: Tenant) -> dict[str, DocumentR
 
 
 def count_documents(state: ServerState) -> int:
-    """Return the number of documents of all tenants."""
     return sum(len(visible_documents(state, tenant)) for tenant in state.keyring.tenants)
 
 
@@ -288,7 +285,6 @@ def _document_fields(record: DocumentRecord) -> dict[str, Any]:
 
 
 async def search_chunks(request: Request, state: ServerState) -> Response:
-    """Return the tenant's best chunks for a query."""
     body, tenant = parse(SearchBody, await json_body(request)), tenant_of(request)
     return await _read_reply(request, state, lambda: encode({"object": "list", "data": _search(state, body, tenant)}))
 

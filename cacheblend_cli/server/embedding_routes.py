@@ -59,7 +59,6 @@ def model_of(state: ServerState) -> Embedder | None:
 
 
 async def embeddings(request: Request, state: ServerState) -> Response:
-    """POST /v1/embeddings."""
     body = parse(EmbedBody, await json_body(request))
     check_embedding_model(state, body.model or None)
     texts = [body.input] if isinstance(body.input, str) else body.input

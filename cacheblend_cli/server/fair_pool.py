@@ -94,7 +94,8 @@ class FairPool:
         """Wait for the next job and count it as running. Returns None when the pool is closed."""
         with self._changed:
             while not self._closed:
-                if (tenant := self._next_tenant()) is not None:
+                free = (name for name in self._queues if self._running[name] < self._most_per_tenant)
+                if (tenant := next(free, None)) is not None:
                     queue = self._queues.pop(tenant)
                     job = queue.popleft()
                     if queue:
@@ -103,9 +104,6 @@ class FairPool:
                     return tenant, job
                 self._changed.wait()
             return None
-
-    def _next_tenant(self) -> str | None:
-        return next((name for name in self._queues if self._running[name] < self._most_per_tenant), None)
 
     def _drop(self, tenant: str, job: _Job) -> None:
         job.forget()

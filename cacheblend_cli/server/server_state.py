@@ -188,7 +188,6 @@ class ServerState:
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Count a request as active."""
         self.active += 1
         try:
             yield

@@ -13,7 +13,6 @@ FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", 
 
 
 class LayerStatus(IntEnum):
-    DECODE = -1
     PREFILL = 0
     CHECK = 1
     AFTER_CHECK = 2

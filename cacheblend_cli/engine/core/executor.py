@@ -101,7 +101,10 @@ class Executor:
         decoding: dict[DecodeBackend, list[Sequence]] = {self._own: []}  # the own one first
         for sequence in step.decode:
             try:
-                decoding.setdefault(self._decoder_of(sequence), []).append(sequence)
+                # its KV is handed over to another decoder before the first token there
+                others = () if sequence.state.decodes_here else self._others
+                backend = next((other for other in others if other.takes(sequence, self._worker)), self._own)
+                decoding.setdefault(backend, []).append(sequence)
             except Exception as error:
                 output.failed.append((sequence, error))
         for backend, sequences in decoding.items():
@@ -114,9 +117,3 @@ class Executor:
                 if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
                     out = replace(out, logits=out.logits.clone())
                 output.decoded.append(Decoded(batch, out))
-
-    def _decoder_of(self, sequence: Sequence) -> DecodeBackend:
-        """Return the decoder that the sequence belongs to. Its KV is handed over before the first token there."""
-        if sequence.state.decodes_here:
-            return self._own
-        return next((other for other in self._others if other.takes(sequence, self._worker)), self._own)

@@ -86,7 +86,6 @@ class OutputProcessor:
         return self.take_events()
 
     def flush(self) -> None:
-        """Append the pending tokens."""
         pending, self.pending = self.pending, {}
         self.append(pending)
 
@@ -173,7 +172,6 @@ class OutputProcessor:
         self.append(dict(zip(wave, draw_next(outputs, done.logits.expand(len(outputs), -1)), strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> SequenceOutput:
-        """Create the output of its answer."""
         state, sampling, index = sequence.state, sequence.state.request.sampling, sequence.index
         params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
         on_event = partial(self._emit, state) if state.streams else ignore

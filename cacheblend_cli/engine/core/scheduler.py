@@ -70,12 +70,10 @@ class Scheduler:
         return [s for state in self.states for s in state.sequences if s.status is status]
 
     def add(self, state: RequestState) -> None:
-        """Queue a request."""
         state.provenance = provenance_of(state, self.slice_rows)
         insort(self.states, state, key=attrgetter("turn"))
 
     def restart(self, sequence: Sequence) -> None:
-        """Queue the sequence's prompt again."""
         sequence.release(SequenceStatus.WAITING)
         sequence.state.provenance = provenance_of(sequence.state, self.slice_rows)
         if sequence in self._step.begin:
@@ -140,7 +138,6 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """Number of blocks on the host."""
         return sum(s.swapped.num_blocks for s in self.those(SequenceStatus.SWAPPED) if s.swapped is not None)
 
     def _swap_out(self, sequence: Sequence) -> None:
@@ -165,7 +162,6 @@ class Scheduler:
         return self.blocks.can_swap_in(sequence.kv_len, kept.gone, kept.num_blocks)
 
     def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Allocate the prompt's blocks, and begin it."""
         state = sequence.state
         sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
         sequence.prefill = RunningPrefill(

@@ -110,7 +110,6 @@ class Controller:
 
 
 def controller_of(runtime: Runtime, request: Request) -> Controller:
-    """Return the runtime's controller for the request's codec."""
     codec = request.collection.codec
     if codec not in runtime.controllers:
         runtime.controllers[codec] = Controller(runtime, codec)
@@ -130,7 +129,6 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
 
 
 def workload(request: Request) -> Workload:
-    """Return the prompt's workload under request.blend."""
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
@@ -153,7 +151,6 @@ def workload(request: Request) -> Workload:
 
 
 def _of_tier(request: Request) -> dict[str, Any]:
-    """Return the workload's fields for KV from the tier."""
     tier = None if request.store is None else request.store.tier
     if tier is None or request.tiered is None:
         return {}

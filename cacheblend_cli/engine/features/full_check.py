@@ -103,7 +103,6 @@ class Checks(Hook):
         return FullCheck(self._runtime, self, self._report.request, draft, replaces=replaces).further()
 
     def _is_risky(self) -> bool:
-        """Return whether the complete answer's risk exceeds the limit."""
         if self._fit is None or self._report is None:
             return False
         self.risk = Risk(0.0, self.limit)

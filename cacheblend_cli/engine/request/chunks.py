@@ -67,7 +67,6 @@ class ChunkRecords:
         return self._damaged.get(key)
 
     def cite(self, manifest: ChunkManifest) -> Citation:
-        """Return the document that the chunk stands in."""
         return self._citations.of(manifest)
 
     @property

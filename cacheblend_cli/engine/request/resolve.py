@@ -118,7 +118,6 @@ def _planned(
     settings: Callable[[], CollectSettings] | None,
     cancellation: Cancellation | None,
 ) -> dict[bytes, PlannedChunk]:
-    """Return the chunks of the request's documents by key."""
     if not ask.documents:
         return {}
     from cacheblend_cli.collect.settings import CollectSettings

@@ -103,7 +103,6 @@ class Sampler:
 
     @property
     def alters(self) -> bool:
-        """Return whether it changes the model's logits."""
         return self._penalties is not None or bool(self.params.logit_bias) or self.grammar is not None
 
     def adjusted(self, logits: Tensor) -> Tensor:

@@ -45,7 +45,6 @@ class OllamaResponse:
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def full(self, ends: Sequence[Done], prepared: Sequence[PreparedRequest]) -> dict[str, Any]:
-        """Return one object with the answer."""
         [done], [one] = ends, prepared
         [answer] = done.answers
         logprobs = self._logprobs(answer.logprobs)
@@ -120,8 +119,8 @@ async def version(_: Request, state: ServerState) -> Response:
 
 
 async def tags(request: Request, state: ServerState) -> Response:
-    found = await state.in_pool(tenant_of(request), lambda: models.list_models(state))
-    return JSONResponse({"models": found})
+    found = await state.in_pool(tenant_of(request), lambda: models.language_model(state))
+    return JSONResponse({"models": [found]})
 
 
 async def running(request: Request, state: ServerState) -> Response:
@@ -150,7 +149,6 @@ async def generate(request: Request, state: ServerState) -> Response:
 
 
 async def embed(request: Request, state: ServerState) -> Response:
-    """POST /api/embed."""
     started_ns = time.monotonic_ns()
     body = parse(OllamaEmbedBody, await any_body(request))
     body.check()

@@ -75,7 +75,6 @@ def decode_speeds(runtime: Runtime, file: Path) -> DecodeSpeeds:
 
 
 def keep(runtime: Runtime, file: Path, speeds: DecodeSpeeds) -> None:
-    """Remember the speeds."""
     user_cache.keep(_place(runtime, file), json.dumps(vars(speeds)))
 
 
