@@ -110,9 +110,7 @@ def show_answer(
     result: AnswerResult, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
 ) -> None:
     """Show notes, sources and a summary of an answer whose text was streamed, or one JSON object with `extra` first.
-
-    seconds: time that the user waited, None in a batch.
-    """
+    seconds: time that the user waited, None in a batch."""
     answer = result.answer
     if not json:
         _end_text(answer, output)
@@ -203,10 +201,7 @@ def _end_text(answer: Answer, output: Output) -> None:
 
 def show_summary(result: AnswerResult, output: Output, seconds: float | None, start_s: float = 0.0) -> None:
     """Show the sources, best first, and a summary line; with --verbose, all sources and details. For a weak match, show
-    a warning and the nearest source instead.
-
-    seconds, start_s: see `summary_line`.
-    """
+    a warning and the nearest source instead. seconds, start_s: see `summary_line`."""
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:
@@ -233,11 +228,8 @@ def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
 
 def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) -> str:
     """Return the time that the user waited, the time to the first token, and the share of cached tokens that was
-    recomputed.
-
-    seconds: time until the end of the answer, None in a batch. start_s: part of it before the question could be
-    answered, while Python and the model were loaded.
-    """
+    recomputed. seconds: time until the end of the answer, None in a batch. start_s: part of it before the question
+    could be answered, while Python and the model were loaded."""
     if answer.mode == "full" or not answer.cached_tokens:
         work = f"{counted(answer.prompt_tokens, 'prompt token')}, none cached"
         if answer.mode == "full":

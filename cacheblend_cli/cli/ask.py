@@ -60,10 +60,8 @@ class AnswerFile(JsonLines[_AnswerRecord]):
 
 
 class AnswerView:
-    """Shows answers and plans. codes: exit codes of the answers so far.
-
-    html: file for the answer as a page. notes: to add to every answer; the user has seen them.
-    """
+    """Shows answers and plans. codes: exit codes of the answers so far. html: file for the answer as a page. notes: to
+    add to every answer; the user has seen them."""
 
     def __init__(self, output: Output, *, json: bool, html: Path | None, notes: Sequence[str]) -> None:
         self._output, self._json, self._html, self._notes = output, json, html, notes

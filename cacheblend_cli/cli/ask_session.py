@@ -42,11 +42,9 @@ class BatchResult:
 
 
 class AskSession:
-    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here.
-
-    scope: documents to search. sampling: fields of SamplingParams that are not settings. document: text to answer from,
-    cited as STDIN.
-    """
+    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here. scope:
+    documents to search. sampling: fields of SamplingParams that are not settings. document: text to answer from, cited
+    as STDIN."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class AskSession:
 
     @property
     def is_lost(self) -> bool:
-        return self._local_engine is not None and self._local_engine.is_lost
+        return self._local_engine is not None and self._local_engine.engine.is_lost
 
     def plan(self, question_input: QuestionInput) -> AskPlan:
         ask_request = self._request(question_input)
@@ -127,7 +125,7 @@ class AskSession:
 
     def __exit__(self, *exc: object) -> None:
         if self._local_engine is not None:
-            self._local_engine.close()
+            self._local_engine.engine.close()
 
     def note_default_model(self) -> None:
         """Say once, on a terminal, that the model used without a setting is a small one."""

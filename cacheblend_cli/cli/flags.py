@@ -40,9 +40,7 @@ _NAMES = {
 
 def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
     """Return an error that says where the setting of a flag that a command does not take is set; None for another flag.
-
-    args: of the command line, with the flag and its value.
-    """
+    args: of the command line, with the flag and its value."""
     if flag in _REPLACED:
         return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
     if (name := _NAMES.get(flag)) is None:

@@ -119,10 +119,8 @@ def read_list(name: str | None, paths: Sequence[str] | None) -> list[str]:
 
 
 class SkippedFiles:
-    """Messages about skipped files: warnings for the first unreadable ones, and counts by reason at the end.
-
-    verbose: name every file. json: with verbose, also print each as a JSON object.
-    """
+    """Messages about skipped files: warnings for the first unreadable ones, and counts by reason at the end. verbose:
+    name every file. json: with verbose, also print each as a JSON object."""
 
     def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
         self._output, self.verbose, self._json = output, verbose, json
@@ -181,10 +179,8 @@ def check_files(
     paths: Sequence[str], listed: Sequence[str], select: dict[str, Any], settings: Settings, skipped: SkippedFiles
 ) -> None:
     """Raise NotFoundError for a missing path, and UsageError if there is no file to read, before torch is imported.
-
     Paths that the store knows are not looked at: the store has their selection, and documents that are gone. Without
-    paths, there has to be a store, which remembers some.
-    """
+    paths, there has to be a store, which remembers some."""
     from cacheblend_cli.corpus.documents import check_paths, find_files
     from cacheblend_cli.corpus.walk import ALL
 
@@ -227,10 +223,8 @@ def _are_known(paths: Sequence[str], settings: Settings) -> bool:
 
 
 def report_omissions(documents: Sequence[Incomplete], output: Output, *, verbose: bool = False) -> None:
-    """Write one line about the documents whose omissions the store does not have yet.
-
-    verbose: write a line per document instead, then their number, including those that the store has.
-    """
+    """Write one line about the documents whose omissions the store does not have yet. verbose: write a line per
+    document instead, then their number, including those that the store has."""
     if verbose:
         for document in documents:
             output.note(f"{document.source}: left out: {'; '.join(document.omissions)}")

@@ -22,11 +22,9 @@ def handle_interrupts() -> None:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, or end the process while a module is imported.
-
-    An extension module that is being imported may ignore an exception, replace it or abort: torch and numpy do. Until
-    the import is done, nothing is lost that was not committed.
-    """
+    """Raise KeyboardInterrupt, or end the process while a module is imported. An extension module that is being
+    imported may ignore an exception, replace it or abort: torch and numpy do. Until the import is done, nothing is lost
+    that was not committed."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             end()
@@ -35,10 +33,8 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end() -> NoReturn:
-    """Print one line and end the process at once, with no clean-up by modules that are half imported.
-
-    Writes past sys.stderr, which the interrupted code may be writing to.
-    """
+    """Print one line and end the process at once, with no clean-up by modules that are half imported. Writes past
+    sys.stderr, which the interrupted code may be writing to."""
     shown = getattr(sys.modules.get("cacheblend_cli.cli.output"), "Output", None)
     on_bar = getattr(shown, "_bar_shown", False)
     with suppress(OSError):

@@ -35,11 +35,8 @@ _STARTERS = frozenset(
 
 
 def piped_text(note: Callable[[str], None], warn: Callable[[str], None]) -> str | None:
-    """Return the text on stdin, None if there is none or it is not for this command.
-
-    note, warn: called with why stdin is not read, if it may have a text. Raises UsageError for text that is not UTF-8
-    or too long.
-    """
+    """Return the text on stdin, None if there is none or it is not for this command. note, warn: called with why stdin
+    is not read, if it may have a text. Raises UsageError for text that is not UTF-8 or too long."""
     if (data := _piped_bytes(note, warn)) is None:
         return None
     if len(data) > MAX_BYTES:

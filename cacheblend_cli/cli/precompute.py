@@ -244,10 +244,8 @@ def _changes(difference: Difference) -> Iterator[str]:
 
 
 class _View:
-    """Show events as messages and a progress bar: first for reading, then for the tokens to compute.
-
-    Tokens that need no work are not part of the bar, so that they do not count as speed.
-    """
+    """Show events as messages and a progress bar: first for reading, then for the tokens to compute. Tokens that need
+    no work are not part of the bar, so that they do not count as speed."""
 
     def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
         self.output, self.json, self.quiet = output, json, quiet
@@ -347,10 +345,8 @@ class _View:
 
 
 def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
-    """Show how to measure the ratio of a model that was never checked.
-
-    num_chunks: those stored. A chunk gives one prompt at most, and a prompt of exact chunks alone does not count.
-    """
+    """Show how to measure the ratio of a model that was never checked. num_chunks: those stored. A chunk gives one
+    prompt at most, and a prompt of exact chunks alone does not count."""
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.evaluation.profile import LEAST_PROMPTS
 

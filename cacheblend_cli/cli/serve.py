@@ -236,11 +236,8 @@ def _resident_bytes() -> int | None:
 
 
 def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
-    """Describe how large the process may grow.
-
-    own: bytes used now, with the weights loaded. decoded_twice: llama.cpp holds the KV of running answers a second
-    time, in at most half the bytes.
-    """
+    """Describe how large the process may grow. own: bytes used now, with the weights loaded. decoded_twice: llama.cpp
+    holds the KV of running answers a second time, in at most half the bytes."""
     pool = stats.pool_bytes * 3 // 2 if decoded_twice else stats.pool_bytes
     most = own + pool + stats.swap_space_bytes + _WORK_BYTES
     return (

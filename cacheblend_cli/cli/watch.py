@@ -25,11 +25,9 @@ Changes = Set[Any]
 
 
 def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list[str]:
-    """Return the paths that the store remembers for this model and that exist.
-
-    Warns of each path that is gone while its documents are still stored: those of a renamed folder have moved with it.
-    Raises NotFoundError if there is none, StoreNotFound without a store.
-    """
+    """Return the paths that the store remembers for this model and that exist. Warns of each path that is gone while
+    its documents are still stored: those of a renamed folder have moved with it. Raises NotFoundError if there is none,
+    StoreNotFound without a store."""
     from cacheblend_cli.corpus.places import is_within, on_disk
 
     with open_store(settings, write=False) as store:
@@ -48,10 +46,8 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
 
 
 def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
-    """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C.
-
-    The store is open for writing only while something is stored. Raises UsageError if no path is a folder.
-    """
+    """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C. The store is open for
+    writing only while something is stored. Raises UsageError if no path is a folder."""
     import watchfiles
 
     folders = [path for path in paths if os.path.isdir(path)]
@@ -71,10 +67,8 @@ def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], outp
 
 
 def follow(changes: Iterable[Changes], update: Callable[[], PrecomputeReport], output: Output) -> None:
-    """Update once at the start, then after each change; retry a failed update at the next timeout.
-
-    changes: sets of changes; an empty set is a timeout without one.
-    """
+    """Update once at the start, then after each change; retry a failed update at the next timeout. changes: sets of
+    changes; an empty set is a timeout without one."""
     from cacheblend_store import StoreError
 
     pending = True  # for changes before watching began

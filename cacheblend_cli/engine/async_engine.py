@@ -31,11 +31,9 @@ STUCK_S = 60.0
 
 
 class AsyncEngine:
-    """Runs an engine core in one thread. Every method may be called from any thread.
-
-    A request's events are passed to its on_event in the engine's thread, in order; the last one is Done or Failed.
-    on_event must not block. If it raises, the request is cancelled.
-    """
+    """Runs an engine core in one thread. Every method may be called from any thread. A request's events are passed to
+    its on_event in the engine's thread, in order; the last one is Done or Failed. on_event must not block. If it
+    raises, the request is cancelled."""
 
     def __init__(self, runtime: Runtime, limits: Limits | None = None, extensions: Extensions = Extensions()) -> None:
         self._runtime, self._limits = runtime, limits or Limits()

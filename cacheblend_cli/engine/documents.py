@@ -37,11 +37,9 @@ class Documents(EngineThread):
         on_event: Callable[[PrecomputeEvent], None],
         confirm: Callable[[Difference], bool] | None = None,
     ) -> PrecomputeReport:
-        """Bring the store up to date with the documents under `paths`. store None: a dry run.
-
-        Unset options are those that the store remembers for the paths. confirm: called before documents are computed
-        again because of other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
-        """
+        """Bring the store up to date with the documents under `paths`. store None: a dry run. Unset options are those
+        that the store remembers for the paths. confirm: called before documents are computed again because of other
+        settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError."""
         from cacheblend_cli.collect.corpus_diff import Paths
         from cacheblend_cli.collect.precompute import precompute
 
@@ -97,9 +95,7 @@ class Documents(EngineThread):
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
         """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
-
-        Raises UsageError for an empty text, and StoreErrors.
-        """
+        Raises UsageError for an empty text, and StoreErrors."""
         from cacheblend_cli.collect.texts import AddedDocument, document_of, put_name
 
         self.use(store)

@@ -57,12 +57,9 @@ _OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["
 
 
 class Engine(Documents):
-    """A loaded model.
-
-    `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any
-    thread, and requests that are made at the same time are batched. `close` ends that thread; an Engine is a context
-    manager. All other methods compute in the caller's thread; use them in one thread at a time.
-    """
+    """A loaded model. `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may
+    be called from any thread, and requests that are made at the same time are batched. `close` ends that thread; an
+    Engine is a context manager. All other methods compute in the caller's thread; use them in one thread at a time."""
 
     @classmethod
     def load(
@@ -102,12 +99,9 @@ class Engine(Documents):
         suffix_ids: tuple[int, ...] | None = None,
         cancellation: Cancellation | None = None,
     ) -> Request:
-        """Look up or search for the chunks of a question, and lay out its prompt.
-
-        say: callback for a message if search by meaning is not available. suffix_ids: token ids after the chunks, None
-        for the template's. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors,
-        Cancelled.
-        """
+        """Look up or search for the chunks of a question, and lay out its prompt. say: callback for a message if search
+        by meaning is not available. suffix_ids: token ids after the chunks, None for the template's. Raises
+        NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors, Cancelled."""
         self.runtime.memory()  # first use allocates a GPU's memory, which is not part of an answer's time
         return resolve(self.runtime, store, ask, say, self._collect_settings, suffix_ids, cancellation)
 

@@ -56,11 +56,9 @@ class Prefilled(PrefillReport):
         see: Callable[[Tensor], None] | None = None,
         runner: DecodeRunner | None = None,
     ) -> Generation:
-        """Decode an answer in an engine core, whatever decodes those of users. The sequence needs room for it.
-
-        given: leading answer tokens with KV written by `predict`. logits: fp32 [vocab_size] after these, None for those
-        after the prompt. see: callback for the logits of each token. runner: None for the engine's own.
-        """
+        """Decode an answer in an engine core, whatever decodes those of users. The sequence needs room for it. given:
+        leading answer tokens with KV written by `predict`. logits: fp32 [vocab_size] after these, None for those after
+        the prompt. see: callback for the logits of each token. runner: None for the engine's own."""
         runtime, prompt_ids = self.runtime, self.plan.token_ids
         request = replace(self.request.in_full(), sampling=sampling)
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))

@@ -162,20 +162,14 @@ class Runtime(Prompts):
         return DeviceMemory(pool, BatchRunner(self.decoder, pool))
 
     def shared_memory(self, num_tokens: int | None, at_once: int) -> DeviceMemory:
-        """Return the memory of a core with concurrent requests.
-
-        num_tokens: positions of a CPU's pool; None: as many whole contexts as prompts, within a quarter of the
-        available memory. Memory is taken when it is written to.
-        """
+        """Return the memory of a core with concurrent requests. num_tokens: positions of a CPU's pool; None: as many
+        whole contexts as prompts, within a quarter of the available memory. Memory is taken when it is written to."""
         if num_tokens is None:
             ranks = self.decoder.part.ranks.size  # they share the memory
             free = available_memory() or total_memory() // 2
             fits = int(free * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
             num_tokens = max(self.context, min(fits, at_once * self.context))
         return self.memory_for(-(-num_tokens // self.config.block_size), at_once)
-
-    def worker(self, memory: DeviceMemory) -> Worker:
-        return self.driver.worker(self.decoder, memory)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """Return a sequence in the lasting pool, or in its own. Raises DeviceError, which says how much would fit."""

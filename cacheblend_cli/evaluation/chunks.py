@@ -23,10 +23,8 @@ SOURCE = "(sample)"
 
 
 class SampleChunks:
-    """Plans, collects and names the chunks of samples. Every text is encoded once.
-
-    corpus: samples whose chunks may be neighbours (those of a run). collecting: window and number of neighbours.
-    """
+    """Plans, collects and names the chunks of samples. Every text is encoded once. corpus: samples whose chunks may be
+    neighbours (those of a run). collecting: window and number of neighbours."""
 
     def __init__(
         self,
@@ -104,11 +102,8 @@ class SampleChunks:
 def with_found_contexts(
     engine: Engine, store: ChunkStore, samples: Sequence[Sample], search: SearchParams, max_tokens: int
 ) -> list[Sample]:
-    """Return the samples, those without contexts with the chunks found for their question.
-
-    A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError where nothing is
-    found.
-    """
+    """Return the samples, those without contexts with the chunks found for their question. A chunk's page is its
+    document: the chunks before it are its left context. Raises NotFoundError where nothing is found."""
     before: dict[bytes, list[bytes]] = {}  # chunk -> those before it in its document
     for document in store.documents():
         keys = [chunk.key for chunk in document.chunks]

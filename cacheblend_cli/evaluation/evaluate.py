@@ -70,11 +70,9 @@ def evaluate(
     options: EvaluateOptions | None = None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Results:
-    """Collect the samples' chunks and measure every setting on every sample.
-
-    Full prefill runs once per sample; without a full setting one is added first. Samples that are too long for the
-    model are skipped. Raises UsageError if two settings have the same label.
-    """
+    """Collect the samples' chunks and measure every setting on every sample. Full prefill runs once per sample; without
+    a full setting one is added first. Samples that are too long for the model are skipped. Raises UsageError if two
+    settings have the same label."""
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
     if twice := {label for label in labels if labels.count(label) > 1}:

@@ -36,10 +36,8 @@ class AnswerLengths:
 
 @dataclass(frozen=True)
 class Reference:
-    """Full prefill of a prompt: its greedy answer and everything that settings are compared with.
-
-    k, v and attended have one tensor per layer.
-    """
+    """Full prefill of a prompt: its greedy answer and everything that settings are compared with. k, v and attended
+    have one tensor per layer."""
 
     prefilled: Prefilled
     lengths: AnswerLengths
@@ -104,11 +102,9 @@ def run_setting(
     before_s: float,
     run: Prefill = Engine.hold_prefill,
 ) -> Measured:
-    """Prefill under the request's setting, compare it with the reference, and answer greedily.
-
-    Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first
-    differ: teacher forcing has computed the tokens before.
-    """
+    """Prefill under the request's setting, compare it with the reference, and answer greedily. Greedy decoding equals
+    the reference's answer as long as the most likely tokens agree, so it starts where they first differ: teacher
+    forcing has computed the tokens before."""
     lengths = reference.lengths
     start = time.perf_counter()
     done = run(engine, request, headroom=lengths.headroom)
@@ -141,11 +137,8 @@ def run_setting(
 
 
 def prefill_in_pieces(engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
-    """Run a full prefill in a few slices, whatever the engine's are: the same mathematics in another tiling.
-
-    Its difference from full prefill is the noise floor of the compute dtype, below which settings are
-    indistinguishable.
-    """
+    """Run a full prefill in a few slices, whatever the engine's are: the same mathematics in another tiling. Its
+    difference from full prefill is the noise floor of the compute dtype, below which settings are indistinguishable."""
     slice_rows = -(-request.plan.num_tokens // _PIECES)
     return engine.hold_prefill(request.in_full(), headroom=headroom, slice_rows=slice_rows)
 

@@ -33,10 +33,7 @@ class Context:
 @dataclass(frozen=True)
 class Sample:
     """A question, its reference answers (none: only fidelity to full prefill is measured), and its chunks in prompt
-    order.
-
-    contexts: () if they are to be searched in the store. tags: other fields of the record.
-    """
+    order. contexts: () if they are to be searched in the store. tags: other fields of the record."""
 
     question: str
     answers: tuple[str, ...]
@@ -80,10 +77,8 @@ def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
-    """Read a JSON list of samples, or JSON values one after another (JSON lines, or a single object).
-
-    Raises NotFoundError without the file, UsageError with file and line for a malformed sample.
-    """
+    """Read a JSON list of samples, or JSON values one after another (JSON lines, or a single object). Raises
+    NotFoundError without the file, UsageError with file and line for a malformed sample."""
     return parse_samples(read_text(path), str(path), limit)
 
 

@@ -64,11 +64,9 @@ def grid(
     ratios: Sequence[float | str],
     contexts: Sequence[str],
 ) -> list[Setting]:
-    """Return every combination once, labelled by what differs; full prefill first, plain reuse next.
-
-    blend: all other options. ratios: numbers, or "auto" for --ratio auto with blend's ratio as the minimum.
-    Selectors with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.
-    """
+    """Return every combination once, labelled by what differs; full prefill first, plain reuse next. blend: all other
+    options. ratios: numbers, or "auto" for --ratio auto with blend's ratio as the minimum. Selectors with a fixed ratio
+    (`all`, `none`) appear once. Raises UsageError for invalid values."""
     for mode in modes:
         replace(blend, mode=mode)  # raises for an unknown mode
     settings = [FULL]

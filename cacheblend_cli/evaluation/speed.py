@@ -127,10 +127,8 @@ def ceiling(plan: PromptPlan, layers: int, blend: BlendParams) -> float:
 def in_turn(
     cases: Mapping[str, Callable[[], T]], rounds: int, on_run: Callable[[int, int, str], None] = lambda *_: None
 ) -> dict[str, list[T]]:
-    """Run every case once per round, so that all see the same machine; the first of rounds + 1 is a warm-up.
-
-    on_run: called with runs done, number of runs, and the next case.
-    """
+    """Run every case once per round, so that all see the same machine; the first of rounds + 1 is a warm-up. on_run:
+    called with runs done, number of runs, and the next case."""
     found: dict[str, list[T]] = {name: [] for name in cases}
     for round_ in range(rounds + 1):
         for index, (name, case) in enumerate(cases.items()):

@@ -48,11 +48,8 @@ class Summary:
 
 
 def summarise(results: Results, *, baseline: str | None = None, resamples: int = 2000) -> list[Summary]:
-    """Return a summary per setting, in order.
-
-    baseline: label of the setting that NormF1 counts from; by default the first setting that reuses everything without
-    repair.
-    """
+    """Return a summary per setting, in order. baseline: label of the setting that NormF1 counts from; by default the
+    first setting that reuses everything without repair."""
     columns, full = results.by_label, results.full
     if baseline is None:
         baseline = next((s.label for s in results.settings if s.reuses and s.blend.effective_ratio() == 0), None)

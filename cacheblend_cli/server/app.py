@@ -20,7 +20,7 @@ from starlette.routing import Route
 from cacheblend_cli.server import embedding_routes, mcp_route
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.auth import EXPOSED, METHODS, AuthMiddleware
-from cacheblend_cli.server.bodies import PutBody, SearchBody
+from cacheblend_cli.server.bodies import ChatBody, CompletionBody, PutBody, SearchBody
 from cacheblend_cli.server.document_routes import (
     delete_document,
     list_documents,
@@ -32,7 +32,6 @@ from cacheblend_cli.server.http import EVENTS, JSON, LINES, SESSION, log_error
 from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.ollama.protocol import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
 from cacheblend_cli.server.openai import routes as openai
-from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.version import __version__
 

@@ -43,9 +43,7 @@ def _read_origin(text: str) -> str:
 
 class AuthMiddleware:
     """Refuse a request, or count it and pass it on. For /v1, /api and /mcp, the scope's state gets the tenant.
-
-    is_owner: all requests are by the user who runs the server: no key needed, the store's own tenant.
-    """
+    is_owner: all requests are by the user who runs the server: no key needed, the store's own tenant."""
 
     def __init__(self, app: ASGIApp, state: ServerState, *, is_owner: bool = False) -> None:
         self._app, self._state, self._is_owner = app, state, is_owner
@@ -119,10 +117,7 @@ class AuthMiddleware:
 
 def _check_site(headers: Mapping[str, str], names: Collection[str], origins: Collection[str]) -> None:
     """Refuse requests by pages of other sites: a Host not in `names`, or an http(s) Origin that is neither the server's
-    own nor in `origins`.
-
-    Origins with other schemes are local programs, such as browser extensions. Raises ApiError.
-    """
+    own nor in `origins`. Origins with other schemes are local programs, such as browser extensions. Raises ApiError."""
     host = headers.get("host", "").lower()
     before, colon, port = host.rpartition(":")
     name = before if colon and port.isdigit() else host

@@ -19,7 +19,7 @@ from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_DOCUMENTS = 1024
-MAX_MESSAGES = 4096
+MAX_MESSAGES, MAX_PROMPTS = 4096, 256
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_SCHEMA_DEPTH = 64
 
@@ -192,6 +192,34 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     @property
     def wants_chunks(self) -> bool:
         return bool(self.documents or self.chunks or self.wanted_search is not None)
+
+
+class ChatBody(AskBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(AskBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions: continue a text without chat template. echo: repeat the prompt before the answer, with
+    log-probabilities if requested; with max_tokens 0, return only the prompt."""
+
+    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    logprobs: TopLogprobs | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
 class SearchBody(Struct, forbid_unknown_fields=True):

@@ -24,10 +24,8 @@ def public_title(name: str) -> str:
 
 def distinct_paths(names: Iterable[str], roots: Collection[str]) -> dict[str, str]:
     """Return a path for each file whose file name other files have: the shortest that tells all of them apart, at most
-    from the folder that was precomputed on, its own name included.
-
-    names: document names, see corpus/places.py. roots: paths that were given to precompute.
-    """
+    from the folder that was precomputed on, its own name included. names: document names, see corpus/places.py. roots:
+    paths that were given to precompute."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         if is_file(name) and not is_stdin(name):

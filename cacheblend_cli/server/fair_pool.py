@@ -35,10 +35,8 @@ class _Job:
 
 
 class FairPool:
-    """Daemon threads with a queue for each tenant, round robin; the work of one tenant begins in order.
-
-    Cancelling a future drops its work from the queue. A process does not wait for these threads when it exits.
-    """
+    """Daemon threads with a queue for each tenant, round robin; the work of one tenant begins in order. Cancelling a
+    future drops its work from the queue. A process does not wait for these threads when it exits."""
 
     def __init__(self, name: str, num_threads: int, most_per_tenant: int | None = None) -> None:
         """most_per_tenant: threads that one tenant may use at a time, by default all."""
@@ -65,11 +63,6 @@ class FairPool:
             self._changed.notify()
         job.future.add_done_callback(lambda future: self._drop(tenant, job) if future.cancelled() else None)
         return job.future
-
-    @property
-    def num_queued(self) -> int:
-        with self._changed:
-            return sum(map(len, self._queues.values()))
 
     def close(self, wait_s: float = 0.0) -> None:
         """Drop what is queued and take no more work. Wait at most wait_s for running work to end."""

@@ -84,11 +84,8 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def check(self, now: float, late: float = 0.0) -> None:
-        """Close the connection if the client is too slow.
-
-        now: time.monotonic(). late: seconds by which the event loop was delayed since the last check. Nothing could be
-        read meanwhile, so deadlines move by as much.
-        """
+        """Close the connection if the client is too slow. now: time.monotonic(). late: seconds by which the event loop
+        was delayed since the last check. Nothing could be read meanwhile, so deadlines move by as much."""
         if late > 0:
             self._answered += late
             self._began = None if self._began is None else self._began + late
@@ -135,10 +132,8 @@ logger = logging.getLogger("cacheblend")
 
 
 def bind_tcp(name: str, port: int) -> socket.socket:
-    """Return a listening socket, which reserves the address; connections wait until the server runs.
-
-    Raises UsageError if the address is not available.
-    """
+    """Return a listening socket, which reserves the address; connections wait until the server runs. Raises UsageError
+    if the address is not available."""
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,10 +149,8 @@ def bind_tcp(name: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a listening socket for this user only (mode 0600). Replaces a stale one.
-
-    Raises UsageError if another server listens at the path, or the socket cannot be created.
-    """
+    """Return a listening socket for this user only (mode 0600). Replaces a stale one. Raises UsageError if another
+    server listens at the path, or the socket cannot be created."""
     if Connection.is_open(path):
         raise UsageError(f"a server already listens on {path}", "see cacheblend serve --status; end it with --stop")
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,9 +194,7 @@ def remover(path: Path) -> Callable[[], None]:
 
 class Server(uvicorn.Server):
     """Serve until SIGINT, SIGTERM, --stop or --idle-exit. A second SIGINT stops without waiting for answers.
-
-    idle_exit_s: stop after this time without a request, 0: never. grace_s: time for answers to finish when stopping.
-    """
+    idle_exit_s: stop after this time without a request, 0: never. grace_s: time for answers to finish when stopping."""
 
     def __init__(
         self,
@@ -264,10 +255,8 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish and refuse new requests; keep listening meanwhile, so that /ready returns 503.
-
-        After grace_s, the remaining answers are cancelled with an error; clients that do not read it are disconnected.
-        """
+        """Let answers finish and refuse new requests; keep listening meanwhile, so that /ready returns 503. After
+        grace_s, the remaining answers are cancelled with an error; clients that do not read it are disconnected."""
         self._warm.leave()
         await self._requests_end(self._grace_s)
         if self._state.active and not self.force_exit:

@@ -100,11 +100,8 @@ class PreparedRequest:
 
 
 async def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
-    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Stores nothing.
-
-    Chunk order: documents of the request, named chunks, search hits. Raises ApiError, UsageError, NotFoundError and
-    StoreErrors.
-    """
+    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Stores nothing. Chunk order:
+    documents of the request, named chunks, search hits. Raises ApiError, UsageError, NotFoundError and StoreErrors."""
     cancellation, pool = Cancellation(), state.pools.for_text(parsed.num_characters)
     return await state.in_pool(parsed.tenant, lambda: _prepare(state, parsed, cancellation), pool, cancellation)
 

@@ -49,11 +49,9 @@ class Generation:
 
 
 class SequenceOutput:
-    """Output state of one sequence: `draw` the next token from logits, then `append` it.
-
-    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callbacks for the logits that
-    each token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
-    """
+    """Output state of one sequence: `draw` the next token from logits, then `append` it. on_event: callback for Token,
+    Reasoning and Text events, which carry `index`. see: callbacks for the logits that each token is drawn from. Once
+    the budget for reasoning is used up, the closing tag is inserted."""
 
     def __init__(
         self,

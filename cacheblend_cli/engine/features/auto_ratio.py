@@ -71,11 +71,8 @@ class Controller:
         return replace(request, blend=blend), AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
     def _measured(self) -> Speeds:
-        """Return the speeds, measured now if they never were.
-
-        Full prefills teach nothing about loading: after some of them in a row its speed is forgotten, so that a bad
-        first measurement does not stand for ever.
-        """
+        """Return the speeds, measured now if they never were. Full prefills teach nothing about loading: after some of
+        them in a row its speed is forgotten, so that a bad first measurement does not stand for ever."""
         speeds, runtime = self._speeds, self._runtime
         if speeds is None:
             runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
@@ -85,10 +82,8 @@ class Controller:
         return speeds
 
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
-        """Update the speeds from a prefill. rest_s: seconds from its end to the first token, None if unknown.
-
-        A prefill that computed a damaged chunk instead of loading it is ignored: its workload was another one.
-        """
+        """Update the speeds from a prefill. rest_s: seconds from its end to the first token, None if unknown. A prefill
+        that computed a damaged chunk instead of loading it is ignored: its workload was another one."""
         assert self._speeds is not None
         work, loader = report.work, done.loader
         if report.decision.mode == "full":

@@ -128,10 +128,8 @@ def _fitting(
 
 def in_order(stored: ChunkRecords, hits: Sequence[SearchHit], keys: Keys[bytes], order: str) -> list[bytes]:
     """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
-
     order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with
-    the most exact tokens there comes first; of equals the one with the best hit.
-    """
+    the most exact tokens there comes first; of equals the one with the best hit."""
     documents = in_reading_order(hits, keys)
     if order == "exact" and len(documents) > 1:
         first = max(documents, key=partial(exact_tokens, stored))

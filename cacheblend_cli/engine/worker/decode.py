@@ -63,9 +63,7 @@ class EagerRunner:
 
 class BatchRunner(EagerRunner):
     """Eager, with batches padded to a multiple of STEADY_ROWS rows, unless fewer rows are steady: an answer must not
-    depend on the size of its batch.
-
-    The pool must outlive the runner, which keeps SPARE slots of it for padding."""
+    depend on the size of its batch. The pool must outlive the runner, which keeps SPARE slots of it for padding."""
 
     SPARE = STEADY_ROWS - 1
 
@@ -85,11 +83,8 @@ class BatchRunner(EagerRunner):
 
 
 class GraphRunner:
-    """Keeps a graph for each bucket of batch size and context length, captured on first use.
-
-    The pool must outlive the runner and hold one block more than the sequences, for padding and for runs before a
-    capture.
-    """
+    """Keeps a graph for each bucket of batch size and context length, captured on first use. The pool must outlive the
+    runner and hold one block more than the sequences, for padding and for runs before a capture."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, capture: CaptureGraph | None = None) -> None:
         self._decoder, self._pool = decoder, pool

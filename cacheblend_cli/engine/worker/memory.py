@@ -185,10 +185,8 @@ def blocks_that_fit(
     at_once: int = 1,
 ) -> int:
     """Return the number of blocks of the pool: at most for `at_once` prompts of the model's whole context, one more
-    (the full prefill of --verify) and a spare block.
-
-    Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError if nothing fits.
-    """
+    (the full prefill of --verify) and a spare block. Every token needs its KV and, in a full prefill, its row of
+    activations. Raises DeviceError if nothing fits."""
     room = utilization * profile.total - profile.used - profile.fixed
     most = (at_once + 1) * context
     tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), most + block_size)

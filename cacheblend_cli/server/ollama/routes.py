@@ -51,10 +51,8 @@ class OllamaResponse:
         return self._record(answer.text, answer.reasoning, **logprobs, **self._last(done, one))
 
     async def stream(self, events: AsyncIterator[Event], prepared: PreparedRequest) -> AsyncIterator[dict[str, Any]]:
-        """Yield an object for each piece of text, and a last one with statistics.
-
-        Log-probabilities come with the text that their tokens complete.
-        """
+        """Yield an object for each piece of text, and a last one with statistics. Log-probabilities come with the text
+        that their tokens complete."""
         tokens: list[TokenLogprob] = []
         async for event in events:
             if isinstance(event, Token):

@@ -9,10 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.server.answer_report import AnswerReport
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.bodies import AskBody, parse
+from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, parse
 from cacheblend_cli.server.http import EVENTS, json_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.model_names import check_model
-from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
