@@ -70,9 +70,8 @@ class AnswerView:
     @property
     def exit_code(self) -> int:
         """The first error, else CHANGED if an answer changed."""
-        return next(
-            (code for code in self.codes if code not in (ExitCode.OK, ExitCode.CHANGED)), max(self.codes, default=0)
-        )
+        errors = (code for code in self.codes if code not in (ExitCode.OK, ExitCode.CHANGED))
+        return next(errors, max(self.codes, default=0))
 
     def ask(self, session: AskSession, item: QuestionInput, *, draft: bool) -> None:
         """Answer a question while its text is shown. draft: the answer may still change."""

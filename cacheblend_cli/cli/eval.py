@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -178,12 +178,10 @@ def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
     for setting in [s for s in results.settings if s.reuses and s.prefill is None and not s.auto]:
         answers = tokens_of(results.by_label[setting.label])
         fit = keep_fit(engine, setting, answers)
-        try:
-            part = (
-                f"; of these {captured(halves(answers)):.0%} are among the riskiest fifth, by a fit on the other half"
-            )
-        except UsageError:  # too few answers to split
-            part = ""
+        part = ""
+        with suppress(UsageError):  # too few answers to split
+            share = captured(halves(answers))
+            part = f"; of these {share:.0%} are among the riskiest fifth, by a fit on the other half"
         output.note(
             f"risk of {setting.label}: {fit.differing} of {fit.answers} answers differ{part}; ask takes --max-risk"
         )
@@ -220,9 +218,8 @@ def _with_found_contexts(
     from cacheblend_cli.types import SearchParams
 
     with open_store(replace(settings, store=named or settings.store), write=False) as source:
-        search = SearchParams.of(
-            replace(settings, on_weak_match="answer"), options.scope_of(source, None, False, output.note)
-        )
+        scope = options.scope_of(source, None, False, output.note)
+        search = SearchParams.of(replace(settings, on_weak_match="answer"), scope)
         return with_found_contexts(engine, source, samples, search, max_tokens)
 
 
@@ -277,9 +274,7 @@ def auto_line(reports: Sequence[AutoReport]) -> str:
     full = len(reports) - len(ratios)
     chosen = [f"ratio {ratios[0]:.2g} to {ratios[-1]:.2g}, median {median(ratios):.2g}"] if ratios else []
     chosen += [f"full prefill for {full} of {len(reports)} questions"] if full else []
-    predicted, actual = (
-        median(t) for t in zip(*((r.decision.chosen.prefill_s, r.ttft_s or 0) for r in reports), strict=True)
-    )
+    predicted, actual = median(r.decision.chosen.prefill_s for r in reports), median(r.ttft_s or 0 for r in reports)
     return f"auto: {', '.join(chosen)}; prefill {predicted * 1000:.1f} ms predicted, {actual * 1000:.1f} ms measured"
 
 

@@ -74,9 +74,7 @@ def read_ids(text: str) -> tuple[str, ...]:
                     f"{part!r} is neither a chunk id nor a file", "ids are hexadecimal; list them: cacheblend chunks ls"
                 )
         return ids
-    ids = tuple(
-        found for number, line in enumerate(lines.split("\n"), 1) for found in _ids_of(line, f"{name}:{number}")
-    )
+    ids = tuple(found for n, line in enumerate(lines.split("\n"), 1) for found in _ids_of(line, f"{name}:{n}"))
     if not ids:
         raise UsageError(f"{name} contains no chunk id", "did the command that wrote it find anything?")
     return ids

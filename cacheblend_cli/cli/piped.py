@@ -108,9 +108,8 @@ def _owner_of(own: os.stat_result) -> str | None:
     while True:
         try:
             its = os.stat(f"/proc/{process}/fd/0")
-            name, _, fields = (
-                Path(f"/proc/{process}/stat").read_text(errors="replace").partition("(")[2].rpartition(") ")
-            )
+            text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+            name, _, fields = text.partition("(")[2].rpartition(") ")
         except OSError:
             return None
         if (its.st_dev, its.st_ino) != (own.st_dev, own.st_ino):

@@ -177,7 +177,12 @@ class AsyncEngine:
         if work is not None:
             for state, event in self._core.flush():  # tokens must not wait for a launch
                 self._emit(state, event)
-            _do(*work)
+            call, future = work
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _emit(self, state: RequestState, event: Event) -> None:
         if isinstance(event, Failed):
@@ -210,15 +215,6 @@ class AsyncEngine:
             blocks_used=allocator.num_used,
             blocks_cached=allocator.num_cached,
         )
-
-
-def _do(work: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _public_error(error: Exception) -> Exception:

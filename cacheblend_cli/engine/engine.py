@@ -167,9 +167,7 @@ class Engine(Documents):
     ) -> Prefilled:
         """Prefill a request's prompt and hold its KV, which the caller releases: see `Prefilled` and `prefill` in
         engine/measured_prefill.py."""
-        return prefill(
-            self.runtime, request, headroom=headroom, output_positions=output_positions, slice_rows=slice_rows
-        )
+        return prefill(self.runtime, request, headroom, output_positions, slice_rows)
 
     # many requests, in the engine's thread
 

@@ -84,7 +84,6 @@ class Prefilled(PrefillReport):
 def prefill(
     runtime: Runtime,
     request: Request,
-    *,
     headroom: int = 0,
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
     slice_rows: int | None = None,

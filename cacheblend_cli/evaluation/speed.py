@@ -56,9 +56,8 @@ class SpeedPrompt:
     def stored(cls, engine: Engine, store: ChunkStore, layout: PromptLayout, headroom: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
         collection = engine.collection(store)
-        check_space(
-            store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
-        )
+        lengths = len(collection.prefix_ids), *map(len, layout.chunks)
+        check_space(store.path, sum(map(collection.chunk_bytes, lengths)))
         collector = Collector(collection, store)
         planned = [
             PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")

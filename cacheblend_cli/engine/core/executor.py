@@ -67,9 +67,8 @@ class Executor:
         request, hit, takers = state.request, prefill.hit_tokens, [h for h in state.hooks if h.outputs_from is not None]
         plan = request.plan.with_prefix_cache(hit) if hit else request.plan
         blocks = tuple(sequence.paged.blocks)
-        given = PrefillInput(
-            prefill.number, plan, blocks, request.blend, request.lossless, self._slice_rows, state.outputs_from
-        )
+        how = request.blend, request.lossless, self._slice_rows, state.outputs_from
+        given = PrefillInput(prefill.number, plan, blocks, *how)
 
         def on_logits(logits: Tensor) -> None:
             for hook in takers:

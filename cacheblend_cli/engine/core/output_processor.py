@@ -253,9 +253,7 @@ class OutputProcessor:
         sequence.release(SequenceStatus.FINISHED)
         if any(state.unfinished):
             return
-        if (
-            state.parent is None and state.num_started < state.num_answers
-        ):  # the next wave: its prompt is computed again
+        if state.parent is None and state.num_started < state.num_answers:  # the next wave computes the prompt again
             state.sequences.append(Sequence(state, state.num_started))
             return
         outputs = [s.output for s in state.sequences if s.output is not None]

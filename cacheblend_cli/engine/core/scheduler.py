@@ -164,9 +164,8 @@ class Scheduler:
     def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
         state = sequence.state
         sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
-        sequence.prefill = RunningPrefill(
-            self.worker, next(self._numbers), hit.num_tokens, self._short_rows(state, hit)
-        )
+        rows, number = self._short_rows(state, hit), next(self._numbers)
+        sequence.prefill = RunningPrefill(self.worker, number, hit.num_tokens, rows)
         sequence.status = SequenceStatus.RUNNING
         self._step.begin.append(sequence)
 

@@ -147,8 +147,6 @@ def _searched(
         except NotFoundError as error:
             if not ask.search.optional:
                 raise NothingFound(error.message, error.hint) from error
-            ask, found = (
-                replace(ask, prompt=PLAIN),
-                Retrieved(notes=["nothing stored matches: the answer is the model's own"]),
-            )
+            ask = replace(ask, prompt=PLAIN)
+            found = Retrieved(notes=["nothing stored matches: the answer is the model's own"])
     return replace(ask, keys=[*keys, *(key for key in found.keys if key not in keys)]), found

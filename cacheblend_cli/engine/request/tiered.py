@@ -38,11 +38,8 @@ def ask_tier(
 ) -> TieredSource | None:
     """Ask the tier for the chunks of a prompt that have no KV in the store. None if nothing is missing. The longest
     wait for their KV is the time of a full prefill of num_tokens tokens."""
-    wanted = [
-        _expected(collection, c)
-        for c in chunks
-        if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids)
-    ]
+    missing = (c for c in chunks if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids))
+    wanted = [_expected(collection, c) for c in missing]
     if collection.prefix_ids and not has_prefix:
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:

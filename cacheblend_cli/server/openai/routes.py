@@ -40,9 +40,8 @@ async def chat(request: Request, state: ServerState) -> Response:
     sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     work = parse_chat(state, body, tenant_of(request), body.messages, sampling)
     parsed = await unless_disconnected(request, work)
-    return await respond(
-        request, state, _response_builder(state, body, parsed), [parsed], EVENTS if body.stream else None
-    )
+    builder = _response_builder(state, body, parsed)
+    return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
 
 
 async def completions(request: Request, state: ServerState) -> Response:
@@ -54,9 +53,8 @@ async def completions(request: Request, state: ServerState) -> Response:
         raise bad_request("echo cannot be combined with documents, chunks or search", "echo")
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens must be 1 or more, or 0 with echo", "max_tokens")
-    sampling = sampling_of(
-        state.sampling, body, None if body.max_tokens is None else max(1, body.max_tokens), body.logprobs
-    )
+    max_tokens = None if body.max_tokens is None else max(1, body.max_tokens)
+    sampling = sampling_of(state.sampling, body, max_tokens, body.logprobs)
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
