@@ -259,15 +259,24 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     except CacheBlendError as error:
         missing, documents = error.message, "not known"
     return {
-        "model": model, "family": spec.config.get("model_type"), "architecture": spec.architecture,
-        **({"computed_by": GENERIC_PATH} if spec.generic else {}), "files": ", ".join(file.name for file in files),
-        "bytes": sum(file.stat().st_size for file in files), "layers": spec.num_layers, "hidden_size": spec.hidden_size,
-        "heads": _heads(spec), "context": spec.max_context, "dtype": stated,
+        "model": model,
+        "family": spec.config.get("model_type"),
+        "architecture": spec.architecture,
+        **({"computed_by": GENERIC_PATH} if spec.generic else {}),
+        "files": ", ".join(file.name for file in files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": _heads(spec),
+        "context": spec.max_context,
+        "dtype": stated,
         **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),
         **kv_facts(spec, settings.kv_dtype, dtype, spec.kv_bytes_per_token(dtype.itemsize)),
         **(_adapter(spec, Path(settings.lora).expanduser()) if settings.lora else {}),
-        "ratio": _ratios(path, spec, settings), "documents": documents, "missing": missing,
-    }  # fmt: skip
+        "ratio": _ratios(path, spec, settings),
+        "documents": documents,
+        "missing": missing,
+    }
 
 
 def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:

@@ -129,9 +129,16 @@ def precompute(
             if kv_store is not None and not dry_run:
                 share(kv_store, settings, output, strict=True)
             wanted = PrecomputeOptions(
-                **given, force=force, verify_files=verify_files, list_unchanged=json or quiet, dry_run=dry_run,
-                salt=settings.salt, max_bytes=quota, day=day, cluster=cluster,
-            )  # fmt: skip
+                **given,
+                force=force,
+                verify_files=verify_files,
+                list_unchanged=json or quiet,
+                dry_run=dry_run,
+                salt=settings.salt,
+                max_bytes=quota,
+                day=day,
+                cluster=cluster,
+            )
             report = engine.precompute(kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes))
             view.end_bar()
             if kv_store is not None:

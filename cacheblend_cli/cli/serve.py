@@ -175,9 +175,18 @@ def _run(
         engine.serve(store, Limits(max_waiting=http.max_waiting))
         names = LOOPBACK if keyring.is_open and http.unix_socket is None else None
         state = ServerState(
-            engine, store, settings, sampling, keyring, names, origins=origins, max_body=http.max_body << 20,
-            find_passages=http.find_passages, any_model=http.any_model, decoder=remote,
-        )  # fmt: skip
+            engine,
+            store,
+            settings,
+            sampling,
+            keyring,
+            names,
+            origins=origins,
+            max_body=http.max_body << 20,
+            find_passages=http.find_passages,
+            any_model=http.any_model,
+            decoder=remote,
+        )
         held.callback(state.pools.close, _END_S)
         held.callback(engine.close)  # first
         warm_app = WarmSocket(state, warm_socket, warm, url)

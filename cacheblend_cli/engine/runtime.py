@@ -201,16 +201,23 @@ class Runtime(Prompts):
         """Return facts for `doctor`."""
         spec, decoder = self.model.spec, self.decoder
         return {
-            "name": self.model.name, "path": str(self.model.shown_path),
-            **({"lora": str(self.model.lora)} if self.model.lora else {}), "architecture": spec.architecture,
-            "layers": spec.num_layers, **({"computed_by": GENERIC_PATH} if spec.generic else {}),
-            "parameters": decoder.num_parameters, "dtype": str(decoder.dtype).removeprefix("torch."),
-            "device": str(decoder.device), "attention_backend": decoder.kernels.name, "context": self.context,
-            "rope": spec.rope["rope_type"], "prompt": self.template.wording.source(self.model.path),
+            "name": self.model.name,
+            "path": str(self.model.shown_path),
+            **({"lora": str(self.model.lora)} if self.model.lora else {}),
+            "architecture": spec.architecture,
+            "layers": spec.num_layers,
+            **({"computed_by": GENERIC_PATH} if spec.generic else {}),
+            "parameters": decoder.num_parameters,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
+            "attention_backend": decoder.kernels.name,
+            "context": self.context,
+            "rope": spec.rope["rope_type"],
+            "prompt": self.template.wording.source(self.model.path),
             **kv_facts(spec, self.config.kv_dtype, decoder.dtype, bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
             **(describe_speeds(spec, decoder.dtype, self.model.weight_dtype) if decoder.device.type == "cpu" else {}),
-        }  # fmt: skip
+        }
 
 
 def load_worker_model(config: EngineConfig) -> LoadedModel:

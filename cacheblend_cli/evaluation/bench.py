@@ -147,16 +147,27 @@ def bench(
     full_s = median(r.seconds for r in runs[settings[0].label])
     plan = prompt.plan(settings[0].blend)
     return BenchReport(
-        model=model.name, device=str(decoder.device), device_name=device_name(decoder.device),
-        threads=torch.get_num_threads(), dtype=str(decoder.dtype).removeprefix("torch."),
-        attention_backend=decoder.kernels.name, kv_dtype=collection.codec, layers=model.spec.num_layers,
-        prompt_tokens=plan.num_tokens, prefix_tokens=len(collection.prefix_ids),
-        chunk_tokens=[len(ids) for ids in layout.chunks], question_tokens=layout.question_tokens,
-        suffix_tokens=len(layout.suffix_ids), decode_tokens=decode_tokens, rounds=rounds, collect_s=collect_s,
-        full_prefill_s=full_s, decode_tokens_per_s=median(r for r in found[_DECODE] if isinstance(r, float)),
+        model=model.name,
+        device=str(decoder.device),
+        device_name=device_name(decoder.device),
+        threads=torch.get_num_threads(),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        attention_backend=decoder.kernels.name,
+        kv_dtype=collection.codec,
+        layers=model.spec.num_layers,
+        prompt_tokens=plan.num_tokens,
+        prefix_tokens=len(collection.prefix_ids),
+        chunk_tokens=[len(ids) for ids in layout.chunks],
+        question_tokens=layout.question_tokens,
+        suffix_tokens=len(layout.suffix_ids),
+        decode_tokens=decode_tokens,
+        rounds=rounds,
+        collect_s=collect_s,
+        full_prefill_s=full_s,
+        decode_tokens_per_s=median(r for r in found[_DECODE] if isinstance(r, float)),
         settings=[_speed(prompt, setting, runs[setting.label], full_s) for setting in settings],
         notes=prompt.request.notes,
-    )  # fmt: skip
+    )
 
 
 def _speed(prompt: SpeedPrompt, setting: Setting, runs: Sequence[FirstToken], full_s: float) -> Speed:
@@ -164,9 +175,17 @@ def _speed(prompt: SpeedPrompt, setting: Setting, runs: Sequence[FirstToken], fu
     ttft_s, load_s = median(r.seconds for r in runs), median(r.load_s for r in runs)
     top = ceiling(prompt.plan(blend), prompt.engine.model.spec.num_kv_layers, blend)
     return Speed(
-        setting=setting.label, mode=blend.mode, selector=blend.selector if blend.mode == "blend" else None,
-        ratio=blend.effective_ratio(), ttft_s=ttft_s, all_ttft_s=[r.seconds for r in runs], speedup=full_s / ttft_s,
-        ceiling=top, measured_over_ceiling=full_s / ttft_s / top, kv_bytes_loaded=runs[-1].kv_bytes, kv_load_s=load_s,
+        setting=setting.label,
+        mode=blend.mode,
+        selector=blend.selector if blend.mode == "blend" else None,
+        ratio=blend.effective_ratio(),
+        ttft_s=ttft_s,
+        all_ttft_s=[r.seconds for r in runs],
+        speedup=full_s / ttft_s,
+        ceiling=top,
+        measured_over_ceiling=full_s / ttft_s / top,
+        kv_bytes_loaded=runs[-1].kv_bytes,
+        kv_load_s=load_s,
         kv_load_stall_s=median(r.stall_s for r in runs),
         load_bytes_per_s=runs[-1].kv_bytes / load_s if runs[-1].kv_bytes else None,
-    )  # fmt: skip
+    )

@@ -180,12 +180,22 @@ class _Run:
     ) -> Record:
         plan = found.prefilled.plan
         return Record(
-            key=key, label=setting.label, sample=sample.digest, answer=found.text, tags=sample.tags,
-            prompt_tokens=plan.num_tokens, cached_tokens=plan.cached_tokens, exact_tokens=plan.exact_tokens,
-            recomputed_tokens=len(found.prefilled.result.chosen), recompute_fraction=found.prefilled.recompute_fraction,
-            ttft_s=found.ttft_s, prefill_s=found.prefilled.prefill_s, likelihood=found.likelihood, **compared,
+            key=key,
+            label=setting.label,
+            sample=sample.digest,
+            answer=found.text,
+            tags=sample.tags,
+            prompt_tokens=plan.num_tokens,
+            cached_tokens=plan.cached_tokens,
+            exact_tokens=plan.exact_tokens,
+            recomputed_tokens=len(found.prefilled.result.chosen),
+            recompute_fraction=found.prefilled.recompute_fraction,
+            ttft_s=found.ttft_s,
+            prefill_s=found.prefilled.prefill_s,
+            likelihood=found.likelihood,
+            **compared,
             **_scores(sample, found.text),
-        )  # fmt: skip
+        )
 
 
 def _contexts(settings: Sequence[Setting]) -> list[str]:

@@ -81,10 +81,17 @@ def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s:
     k, v = _chunk_kv(done)
     done.sequence.release()
     return Reference(
-        prefilled=done, lengths=lengths, ttft_s=ttft_s, text=_text(engine, generation.token_ids[: lengths.own_tokens]),
-        answer_ids=generation.token_ids, likelihood=likelihood, log_p=log_distribution(logits), k=k, v=v,
+        prefilled=done,
+        lengths=lengths,
+        ttft_s=ttft_s,
+        text=_text(engine, generation.token_ids[: lengths.own_tokens]),
+        answer_ids=generation.token_ids,
+        likelihood=likelihood,
+        log_p=log_distribution(logits),
+        k=k,
+        v=v,
         attended=attended.layers,
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here

@@ -80,13 +80,24 @@ def _summary(
 
     inexact = sum(r.cached_tokens - r.exact_tokens for r in records)
     return Summary(
-        label=setting.label, setting=setting.to_dict(), samples=len(records), exact_match=of("exact_match"),
-        f1=of("f1"), rouge_l=of("rouge_l"), f1_difference=None if setting.is_full else against(difference, full),
-        norm_f1=against(normalised, reuse, full) if setting.reuses else None, same_answer=of("same_answer"),
-        f1_full=of("f1_full"), rouge_full=of("rouge_full"), top1_first=first("top1"), top1=tokens("top1"),
-        kl_first=first("kl"), kl=tokens("kl"),
+        label=setting.label,
+        setting=setting.to_dict(),
+        samples=len(records),
+        exact_match=of("exact_match"),
+        f1=of("f1"),
+        rouge_l=of("rouge_l"),
+        f1_difference=None if setting.is_full else against(difference, full),
+        norm_f1=against(normalised, reuse, full) if setting.reuses else None,
+        same_answer=of("same_answer"),
+        f1_full=of("f1_full"),
+        rouge_full=of("rouge_full"),
+        top1_first=first("top1"),
+        top1=tokens("top1"),
+        kl_first=first("kl"),
+        kl=tokens("kl"),
         kl_worst=None if setting.is_full else bootstrap.interval(mean, [max(r.kl) for r in records]),
-        k_error=_layers([r.k_error for r in records]), v_error=_layers([r.v_error for r in records]),
+        k_error=_layers([r.k_error for r in records]),
+        v_error=_layers([r.v_error for r in records]),
         attention_error=_layers([r.attention_error for r in records]),
         ratio=_mean_ratio(records) if setting.auto else setting.blend.effective_ratio(),
         recomputed=sum(r.recomputed_tokens for r in records) / inexact if inexact else 0.0,
@@ -94,7 +105,7 @@ def _summary(
         ttft_s=median(r.ttft_s for r in records) if records else 0.0,
         prefill_s=median(r.prefill_s for r in records) if records else 0.0,
         ttft_quartiles_s=_quartiles([r.ttft_s for r in records]),
-    )  # fmt: skip
+    )
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

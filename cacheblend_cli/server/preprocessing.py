@@ -71,9 +71,16 @@ async def parse_chat(
         extracted = await state.in_pool(tenant, lambda: extract_passages(state, body, messages), pool)
     turns = read_messages(extracted.messages)
     return ParsedRequest(
-        body, tenant, turns.question, sampling, turns.history, turns.system, extracted.passages,
-        extracted.passages_only, notes=(_GREETED,) if turns.begins_with_assistant else (),
-    )  # fmt: skip
+        body,
+        tenant,
+        turns.question,
+        sampling,
+        turns.history,
+        turns.system,
+        extracted.passages,
+        extracted.passages_only,
+        notes=(_GREETED,) if turns.begins_with_assistant else (),
+    )
 
 
 @dataclass(frozen=True)

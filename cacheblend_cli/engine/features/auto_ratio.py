@@ -129,13 +129,20 @@ def workload(request: Request) -> Workload:
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
     fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
     return Workload(
-        num_layers=model.spec.num_kv_layers, total=plan.num_tokens, inexact=_count(inexact),
-        inexact_keys=_mean_keys(inexact), fresh=_count(fresh), fresh_keys=_mean_keys(fresh), kv_bytes=kv_bytes(request),
+        num_layers=model.spec.num_kv_layers,
+        total=plan.num_tokens,
+        inexact=_count(inexact),
+        inexact_keys=_mean_keys(inexact),
+        fresh=_count(fresh),
+        fresh_keys=_mean_keys(fresh),
+        kv_bytes=kv_bytes(request),
         kv_share=kv_share(model.spec),
         check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
-        layer0_exact=request.lossless, probe_layers=max(policy.probe_layers) + 1 if policy.probes else 0,
-        corrected=policy.correction is not None, **_of_tier(request),
-    )  # fmt: skip
+        layer0_exact=request.lossless,
+        probe_layers=max(policy.probe_layers) + 1 if policy.probes else 0,
+        corrected=policy.correction is not None,
+        **_of_tier(request),
+    )
 
 
 def _of_tier(request: Request) -> dict[str, Any]:

@@ -93,12 +93,23 @@ def resolve(
     lossless = not converted and all(is_lossless(codec, prompts.model.decoder.dtype) for codec in codecs)
     policy_of(ask.blend, prompts.model.spec.num_kv_layers, lossless)  # raises for settings that the model lacks
     return Request(
-        question=ask.question, collection=collection, store=store, suffix_ids=suffix_ids,
+        question=ask.question,
+        collection=collection,
+        store=store,
+        suffix_ids=suffix_ids,
         chunks=tuple(replace(chunk, input=used) for chunk, used in zip(chunks, inputs, strict=True)),
-        weak_match=found.weak, hits_cut=found.num_cut, blend=blend, sampling=sampling, options=ask.options,
-        prefix_cached=collection.prefix_key in in_tier or has_prefix, lossless=lossless, notes=notes, started=started,
-        tiered=tiered, ratio_from=ratio_from,
-    )  # fmt: skip
+        weak_match=found.weak,
+        hits_cut=found.num_cut,
+        blend=blend,
+        sampling=sampling,
+        options=ask.options,
+        prefix_cached=collection.prefix_key in in_tier or has_prefix,
+        lossless=lossless,
+        notes=notes,
+        started=started,
+        tiered=tiered,
+        ratio_from=ratio_from,
+    )
 
 
 def _planned(
