@@ -38,7 +38,6 @@ class AnswerStream:
         self._held = draft and not output.out_tty
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Show notes about the sources before the answer."""
         for note in notes:
             self._output.warn(note)
 
@@ -110,9 +109,7 @@ def show_answer(
     result: AnswerResult, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
 ) -> None:
     """Show notes, sources and a summary of an answer whose text was streamed, or one JSON object with `extra` first.
-
-    seconds: time that the user waited, None in a batch.
-    """
+    seconds: time that the user waited, None in a batch."""
     answer = result.answer
     if not json:
         _end_text(answer, output)
@@ -203,10 +200,7 @@ def _end_text(answer: Answer, output: Output) -> None:
 
 def show_summary(result: AnswerResult, output: Output, seconds: float | None, start_s: float = 0.0) -> None:
     """Show the sources, best first, and a summary line; with --verbose, all sources and details. For a weak match, show
-    a warning and the nearest source instead.
-
-    seconds, start_s: see `summary_line`.
-    """
+    a warning and the nearest source instead. seconds, start_s: see `summary_line`."""
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:
@@ -233,11 +227,8 @@ def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
 
 def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) -> str:
     """Return the time that the user waited, the time to the first token, and the share of cached tokens that was
-    recomputed.
-
-    seconds: time until the end of the answer, None in a batch. start_s: part of it before the question could be
-    answered, while Python and the model were loaded.
-    """
+    recomputed. seconds: time until the end of the answer, None in a batch. start_s: part of it before the question
+    could be answered, while Python and the model were loaded."""
     if answer.mode == "full" or not answer.cached_tokens:
         work = f"{counted(answer.prompt_tokens, 'prompt token')}, none cached"
         if answer.mode == "full":
@@ -276,7 +267,6 @@ def detail_line(answer: Answer) -> str:
 
 
 def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
-    """Show a plan (`ask --dry-run`) on stdout."""
     for note in plan.notes:
         output.warn(note)
     if json:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from msgspec import Struct, convert
@@ -26,12 +26,9 @@ from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import Resolved, Settings
+from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
-
-if TYPE_CHECKING:
-    from cacheblend_cli.types import AskPlan
 
 
 class _AnswerRecord(Struct, frozen=True):
@@ -63,10 +60,8 @@ class AnswerFile(JsonLines[_AnswerRecord]):
 
 
 class AnswerView:
-    """Shows answers and plans. codes: exit codes of the answers so far.
-
-    html: file for the answer as a page. notes: to add to every answer; the user has seen them.
-    """
+    """Shows answers and plans. codes: exit codes of the answers so far. html: file for the answer as a page. notes: to
+    add to every answer; the user has seen them."""
 
     def __init__(self, output: Output, *, json: bool, html: Path | None, notes: Sequence[str]) -> None:
         self._output, self._json, self._html, self._notes = output, json, html, notes
@@ -75,9 +70,8 @@ class AnswerView:
     @property
     def exit_code(self) -> int:
         """The first error, else CHANGED if an answer changed."""
-        return next(
-            (code for code in self.codes if code not in (ExitCode.OK, ExitCode.CHANGED)), max(self.codes, default=0)
-        )
+        errors = (code for code in self.codes if code not in (ExitCode.OK, ExitCode.CHANGED))
+        return next(errors, max(self.codes, default=0))
 
     def ask(self, session: AskSession, item: QuestionInput, *, draft: bool) -> None:
         """Answer a question while its text is shown. draft: the answer may still change."""
@@ -88,9 +82,6 @@ class AnswerView:
         if not self._json:
             session.note_default_model()
         session.suggest_background()
-
-    def plan(self, plan: AskPlan, extra: dict[str, Any]) -> None:
-        show_plan(plan, self._output, json=self._json, extra=extra)
 
     def batch(self, results: Iterable[BatchResult], answer_file: AnswerFile | None) -> None:
         """Show answers or plans as they finish. Report questions that fail, and continue."""
@@ -108,7 +99,7 @@ class AnswerView:
                 if answer_file is not None:
                     answer_file.add(records[-1])
             elif item.result is not None:
-                self.plan(item.result, extra)
+                show_plan(item.result, self._output, json=self._json, extra=extra)
         if answer_file is not None:
             answer_file.close()
         count, seconds = len(records), time.perf_counter() - started
@@ -119,7 +110,6 @@ class AnswerView:
             )
 
     def _answered(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> dict[str, Any]:
-        """Show an answer of a batch and return its record."""
         if not self._json:
             if self.codes and self._output.quiet:  # --quiet hides the questions that otherwise separate answers
                 self._output.text("")
@@ -195,7 +185,9 @@ def ask(
     output, settings = Output(quiet=quiet, verbose=verbose or explain), resolved.settings
     json = json or (batch is not None and not output.out_tty)
     _check_files(html=html, resume=resume, batch=batch, dry_run=dry_run)
-    sampling = _sampling(settings, stop, logprobs, json_schema, regex)
+    schema = None if json_schema is None else read_text(json_schema)
+    sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
+    sampling_of(settings, **sampling)  # raises for wrong values
     searches = any((source, everywhere, resolved.origin["top_k"] == "flag"))
     questions, document = _read(question, chunks, batch, output, searches=searches)
     answer_file = None if dry_run or resume is None else AnswerFile(resume)
@@ -221,7 +213,7 @@ def ask(
         if batch is not None:
             view.batch(session.plans(questions) if dry_run else session.answers(questions, concurrency), answer_file)
         elif dry_run:
-            view.plan(session.plan(questions[0]), {})
+            show_plan(session.plan(questions[0]), output, json=json, extra={})
         else:
             view.ask(session, questions[0], draft=confirm)
     if view.exit_code:
@@ -236,16 +228,6 @@ def _check_files(*, html: Path | None, resume: Path | None, batch: Path | None, 
         raise UsageError(f"--html {html}: there is no directory {html.parent}", "create it first")
     if resume is not None and batch is None:
         raise UsageError("--resume needs --batch", "add --batch FILE")
-
-
-def _sampling(
-    settings: Settings, stop: list[str] | None, logprobs: int | None, json_schema: Path | None, regex: str | None
-) -> dict[str, Any]:
-    """Return the fields of SamplingParams that are not settings. Raises NotFoundError and UsageError."""
-    schema = None if json_schema is None else read_text(json_schema)
-    fields = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
-    sampling_of(settings, **fields)
-    return fields
 
 
 def _read(

@@ -14,6 +14,7 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, result_
 from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.units import parse_age
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
@@ -41,11 +42,9 @@ class BatchResult:
 
 
 class AskSession:
-    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here.
-
-    scope: documents to search. sampling: fields of SamplingParams that are not settings. document: text to answer from,
-    cited as STDIN.
-    """
+    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here. scope:
+    documents to search. sampling: fields of SamplingParams that are not settings. document: text to answer from, cited
+    as STDIN."""
 
     def __init__(
         self,
@@ -63,7 +62,8 @@ class AskSession:
         self._documents = () if document is None else (TextDocument(document),)
         self.store, self.scope = store, EVERYTHING
         self._local_engine: LocalEngine | None = None
-        self._keep_alive_s = _seconds(resolved.settings.keep_alive)
+        keep_alive = resolved.settings.keep_alive
+        self._keep_alive_s = 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "keep_alive")
 
     def ask(
         self, question_input: QuestionInput, streams: AnswerStream | None = None, history: Sequence[str] = ()
@@ -80,7 +80,7 @@ class AskSession:
 
     @property
     def is_lost(self) -> bool:
-        return self._local_engine is not None and self._local_engine.is_lost
+        return self._local_engine is not None and self._local_engine.engine.is_lost
 
     def plan(self, question_input: QuestionInput) -> AskPlan:
         ask_request = self._request(question_input)
@@ -125,7 +125,7 @@ class AskSession:
 
     def __exit__(self, *exc: object) -> None:
         if self._local_engine is not None:
-            self._local_engine.close()
+            self._local_engine.engine.close()
 
     def note_default_model(self) -> None:
         """Say once, on a terminal, that the model used without a setting is a small one."""
@@ -202,7 +202,6 @@ class AskSession:
 
 
 def _missing_extra() -> UsageError | None:
-    """Return an error if the extra `serve` is not installed."""
     from cacheblend_cli.cli.serve import check_installed
 
     try:
@@ -210,13 +209,6 @@ def _missing_extra() -> UsageError | None:
     except UsageError as error:
         return error
     return None
-
-
-def _seconds(keep_alive: str) -> float:
-    """Return the seconds of a keep_alive value. Raises UsageError."""
-    from cacheblend_cli.cli.units import parse_age
-
-    return 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "keep_alive")
 
 
 def _in_order(

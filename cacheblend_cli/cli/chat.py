@@ -146,7 +146,6 @@ def _ask(question: str, state: ChatState, session: AskSession, streams: AnswerSt
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Yield lines of input, each a question or a command."""
     for line in _typed() if interactive else sys.stdin.buffer:
         text = (decode_text(line, "stdin") if isinstance(line, bytes) else line).strip()
         if text:

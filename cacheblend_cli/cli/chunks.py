@@ -140,13 +140,9 @@ def rm(
         return
     for name in ids if quiet else ():
         output.text(name)
-    _note_removed(len(ids), len({d.source for d in found}), output)
+    of = f" of {counted(count, 'document')}" if (count := len({d.source for d in found})) else ""
+    output.note(f"removed {counted(len(ids), 'chunk')}{of}")
     deleting.note_free(output, free)
-
-
-def _note_removed(num_chunks: int, num_documents: int, output: Output) -> None:
-    of = f" of {counted(num_documents, 'document')}" if num_documents else ""
-    output.note(f"removed {counted(num_chunks, 'chunk')}{of}")
 
 
 def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
@@ -164,7 +160,6 @@ def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
 def _confirm(
     store: ChunkStore, keys: Sequence[bytes], documents: Sequence[DocumentRecord], output: Output, *, yes: bool
 ) -> None:
-    """Ask before chunks of more than one document are removed."""
     from cacheblend_cli.corpus.citations import Citations
 
     taken = dict.fromkeys([*keys, *(chunk.key for d in documents for chunk in d.chunks)])

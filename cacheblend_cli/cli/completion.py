@@ -49,7 +49,6 @@ def sources(incomplete: str) -> list[str]:
 
 @_quietly
 def models(incomplete: str) -> list[str]:
-    """Complete models on this machine."""
     from cacheblend_cli.model.on_disk import models_on_disk
 
     return [name for name, _ in models_on_disk(Path()) if name.startswith(incomplete)]

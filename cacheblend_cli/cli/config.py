@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -19,7 +19,6 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import (
     FILE,
     PATHS,
-    Resolved,
     Settings,
     config_files,
     parse_setting,
@@ -58,7 +57,8 @@ def show(
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
     if json:
-        output.json(_records(values, resolved))
+        records = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
+        output.json(records | {name: {**records[name], "ignored": place} for name, place in resolved.ignored.items()})
         return
     origin = {**resolved.origin, **{n: f"{resolved.origin[n]} (ignored: {p})" for n, p in resolved.ignored.items()}}
     shown = {n for n in values if every or n in options.COMMON or origin[n] != "default"}
@@ -72,14 +72,6 @@ def show(
         output.warn(resolved.ignored_note)
     if left := len(values) - len(shown):
         output.note(f"{left} more settings have defaults; see: cacheblend config show --all")
-
-
-def _records(values: Mapping[str, Any], resolved: Resolved) -> dict[str, dict[str, Any]]:
-    """Return value and origin of every setting for --json."""
-    found = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
-    for name, place in resolved.ignored.items():
-        found[name]["ignored"] = place
-    return found
 
 
 @app.command("init")
@@ -175,9 +167,7 @@ def _from(file: Path, value: str) -> str:
 
 def settings_file(*, user: bool = False, project: bool = False) -> Path:
     """Return the path of the project's file, existing or not; outside a project or with `user`, the user's file.
-
-    project: outside a project, return one in the working directory.
-    """
+    project: outside a project, return one in the working directory."""
     if user and project:
         raise UsageError("--user and --project were given together", "give one of them")
     root = project_root()

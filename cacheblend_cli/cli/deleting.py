@@ -48,7 +48,6 @@ def free_bytes(store: ChunkStore) -> int:
 
 
 def note_free(output: Output, num_bytes: int) -> None:
-    """Say that the file keeps its size, and how to make it smaller."""
     if num_bytes >= _LEAST_BYTES:
         output.note(
             f"the file keeps its size; cacheblend chunks compact gives {format_size(num_bytes)} back to the disk"

@@ -77,7 +77,13 @@ def demo(
                 update(len(results), questions, f"{len(results)}/{questions}")
     rows = summarise(results)
     if json:
-        _show_json(results, rows, output)
+        for result in results:
+            for setting, answer in result.answers.items():
+                asked = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
+                found = {"right": result.is_right(setting), "same": result.is_same(setting)}
+                output.json({**asked, **found, **answer.to_dict()})
+        for row in rows:
+            output.json(vars(row))
         return
     _show_rows(results, rows, engine.model.name, output)
     output.text(_ratio_line(case, run))
@@ -119,16 +125,6 @@ def _show_commands(folder: Path, output: Output, *, with_write: bool = True) -> 
         f'ask "{QUESTION}" -k 2 --verify',
     ):
         output.text(f"  {program} {arguments}")
-
-
-def _show_json(results: Sequence[Compared], rows: Sequence[DemoRow], output: Output) -> None:
-    for result in results:
-        for setting, answer in result.answers.items():
-            asked = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
-            found = {"right": result.is_right(setting), "same": result.is_same(setting)}
-            output.json({**asked, **found, **answer.to_dict()})
-    for row in rows:
-        output.json(vars(row))
 
 
 def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, output: Output) -> None:

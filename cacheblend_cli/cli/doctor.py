@@ -49,7 +49,10 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         if not json:
             output.text(name)
             for key, value in with_kv_line(facts[name]).items():
-                output.text(f"  {key:<20}{_shown(key, value)}")
+                if key == "max_bytes" and not value:
+                    value = "no quota"
+                is_size = isinstance(value, int) and "bytes" in key
+                output.text(f"  {key:<20}{format_size(value) if is_size else value}")
     if json:
         output.json({**facts, "ok": not errors})
     else:
@@ -58,12 +61,6 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         from cacheblend_cli.cli.exits import report
 
         raise typer.Exit(report(errors[0], output))
-
-
-def _shown(name: str, value: Any) -> str:
-    if name == "max_bytes" and not value:
-        return "no quota"
-    return format_size(value) if isinstance(value, int) and "bytes" in name else str(value)
 
 
 def _versions(settings: Any) -> dict[str, str]:

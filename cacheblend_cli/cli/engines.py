@@ -86,24 +86,18 @@ class LocalEngine:
 
             share(store, resolved.settings, output)
         read_ahead(resolved.settings)
-        self._store, self._engine = store, options.load_engine(resolved.settings, output)
+        self._store, self.engine = store, options.load_engine(resolved.settings, output)
         self._note = cache(output.note)  # each message once, however many questions
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of the weight files."""
-        return sum(file.stat().st_size for file in self._engine.model.files if file.exists())
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether a rank has ended, so that it cannot answer any more."""
-        return self._engine.is_lost
+        return sum(file.stat().st_size for file in self.engine.model.files if file.exists())
 
     def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
         """Resolve the request, and return its events. After `serve` it is queued, otherwise computed as the events are
         read."""
-        request = self._engine.resolve(self._store, ask, self._note)
-        return self._told(request, self._engine.events(request))
+        request = self.engine.resolve(self._store, ask, self._note)
+        return self._told(request, self.engine.events(request))
 
     def _told(self, request: Request, events: Iterator[Event]) -> Iterator[Notes | Piece | CompletedAnswer]:
         from cacheblend_cli.engine.events import Done, Reasoning, Text
@@ -114,17 +108,14 @@ class LocalEngine:
                 yield Piece(event.text, isinstance(event, Reasoning))
             elif isinstance(event, Done):
                 answer = event.answers[0]
-                yield CompletedAnswer(answer, [], *self._engine.explain(request, answer))
+                yield CompletedAnswer(answer, [], *self.engine.explain(request, answer))
 
     def plan(self, ask: AskRequest) -> AskPlan:
-        return self._engine.plan(self._store, ask, self._note)
+        return self.engine.plan(self._store, ask, self._note)
 
     def serve(self, concurrency: int) -> None:
         """Run up to `concurrency` questions at once from now on."""
         from cacheblend_cli.engine.events import Limits
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
-        self._engine.serve(self._store, limits)
-
-    def close(self) -> None:
-        self._engine.close()
+        self.engine.serve(self._store, limits)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,12 +181,10 @@ def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
     for setting in [s for s in results.settings if s.reuses and s.prefill is None and not s.auto]:
         answers = tokens_of(results.by_label[setting.label])
         fit = keep_fit(engine, setting, answers)
-        try:
-            part = (
-                f"; of these {captured(halves(answers)):.0%} are among the riskiest fifth, by a fit on the other half"
-            )
-        except UsageError:  # too few answers to split
-            part = ""
+        part = ""
+        with suppress(UsageError):  # too few answers to split
+            share = captured(halves(answers))
+            part = f"; of these {share:.0%} are among the riskiest fifth, by a fit on the other half"
         output.note(
             f"risk of {setting.label}: {fit.differing} of {fit.answers} answers differ{part}; ask takes --max-risk"
         )
@@ -223,15 +221,13 @@ def _with_found_contexts(
     from cacheblend_cli.types import SearchParams
 
     with open_store(replace(settings, store=named or settings.store), write=False) as source:
-        search = SearchParams.of(
-            replace(settings, on_weak_match="answer"), options.scope_of(source, None, False, output.note)
-        )
+        scope = options.scope_of(source, None, False, output.note)
+        search = SearchParams.of(replace(settings, on_weak_match="answer"), scope)
         return with_found_contexts(engine, source, samples, search, max_tokens)
 
 
 @contextmanager
 def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
-    """Open the named store, or a temporary one."""
     if named is not None:
         with open_store(replace(settings, store=named), write=True) as store:
             yield store
@@ -249,7 +245,7 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
     """Show a row for each setting, or a JSON object with all intervals and layers."""
     if json:
         for s in summaries:
-            output.json(s.to_dict())
+            output.json(asdict(s))
         return
     referenced = any(s.f1 for s in summaries)
     columns = ["setting"]
@@ -261,7 +257,6 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
 
 
 def show_layers(summaries: Sequence[Summary], output: Output) -> None:
-    """Show the relative RMSE against full prefill, one column per layer."""
     compared = [s for s in summaries if s.k_error]
     if not compared:
         return
@@ -282,9 +277,7 @@ def auto_line(reports: Sequence[AutoReport]) -> str:
     full = len(reports) - len(ratios)
     chosen = [f"ratio {ratios[0]:.2g} to {ratios[-1]:.2g}, median {median(ratios):.2g}"] if ratios else []
     chosen += [f"full prefill for {full} of {len(reports)} questions"] if full else []
-    predicted, actual = (
-        median(t) for t in zip(*((r.decision.chosen.prefill_s, r.ttft_s or 0) for r in reports), strict=True)
-    )
+    predicted, actual = median(r.decision.chosen.prefill_s for r in reports), median(r.ttft_s or 0 for r in reports)
     return f"auto: {', '.join(chosen)}; prefill {predicted * 1000:.1f} ms predicted, {actual * 1000:.1f} ms measured"
 
 

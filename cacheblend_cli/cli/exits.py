@@ -52,7 +52,7 @@ def _discard_output() -> None:
 
 def _usage(error: BaseException, output: Output) -> int:
     """Print a usage error of the parser, or the help of a command group without a subcommand."""
-    message = str(error.message if _similar(error) else error.format_message())  # type: ignore[attr-defined]
+    message = str(error.message if getattr(error, "possibilities", None) else error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         output.err.write(message + "\n")
     else:
@@ -60,16 +60,10 @@ def _usage(error: BaseException, output: Output) -> int:
     return ExitCode.USAGE
 
 
-def _similar(error: BaseException) -> list[str]:
-    """Return options similar to an unknown one."""
-    return getattr(error, "possibilities", None) or []
-
-
 def _hint(error: Any, message: str) -> str:
-    """Return what to do about a usage error of the parser."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "cacheblend"
-    if _similar(error):
+    if getattr(error, "possibilities", None):
         return did_you_mean(error.option_name, error.possibilities, f"{path} --help")
     kind = type(error).__name__
     parameter: Any = getattr(error, "param", None)

@@ -79,7 +79,6 @@ def _layer_range(first: int, last: int, count: int) -> str:
 
 
 def _explain_auto(auto: AutoReport, answer: Answer, output: Output) -> None:
-    """Show the parts of the estimate next to the measured times."""
     d, t = auto.decision, answer.timing
     why = f"ratio {d.ratio:.2g}, {d.floor:.2g} at least"
     if d.mode == "full":

@@ -1,4 +1,4 @@
-"""Flags that select files in folders, and messages about skipped files."""
+"""Flags that select files in folders, and messages about skipped files and parts left out of documents."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
 
 if TYPE_CHECKING:
+    from cacheblend_cli.collect.events import Incomplete
     from cacheblend_cli.corpus.documents import Skipped
     from cacheblend_cli.settings import Settings
 
@@ -65,6 +66,7 @@ FilesFrom = Annotated[
 ]
 Verbose = Annotated[bool, Option("--verbose", "-v", help="List every skipped file, and all omissions of documents.")]
 _WARNED = 10
+_NAMED = 3  # omissions to name without --verbose
 _HINTS = {
     "links out of the folder": "name them, or --follow",
     "linked folders": "name them, or --follow",
@@ -115,10 +117,8 @@ def read_list(name: str | None, paths: Sequence[str] | None) -> list[str]:
 
 
 class SkippedFiles:
-    """Messages about skipped files: warnings for the first unreadable ones, and counts by reason at the end.
-
-    verbose: name every file. json: with verbose, also print each as a JSON object.
-    """
+    """Messages about skipped files: warnings for the first unreadable ones, and counts by reason at the end. verbose:
+    name every file. json: with verbose, also print each as a JSON object."""
 
     def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
         self._output, self.verbose, self._json = output, verbose, json
@@ -156,7 +156,6 @@ def _hint(group: str) -> str:
 
 
 def not_stored(files: Sequence[Skipped]) -> UsageError:
-    """Return the error for named files that were skipped."""
     from cacheblend_cli.corpus.walk import reason_of_suffix
 
     first, more = files[0], f", and {len(files) - 1} more" if len(files) > 1 else ""
@@ -221,3 +220,25 @@ def _are_known(paths: Sequence[str], settings: Settings) -> bool:
         return False
     except (StoreError, KeyError, TypeError):  # reported when the store is opened for writing
         return True
+
+
+def report_omissions(documents: Sequence[Incomplete], output: Output, *, verbose: bool = False) -> None:
+    """Write one line about the documents whose omissions the store does not have yet. verbose: write a line per
+    document instead, then their number, including those that the store has."""
+    if verbose:
+        for document in documents:
+            output.note(f"{document.source}: left out: {'; '.join(document.omissions)}")
+        if documents:
+            output.warn(f"parts of {counted(len(documents), 'document')} are left out")
+        return
+    new = [document for document in documents if document.is_news]
+    if not new:
+        return
+    first = new[0]
+    named = "; ".join(first.omissions[:_NAMED])
+    if len(new) > 1:
+        count = f"{len(new):,} documents"
+        output.warn(f"parts of {count} are left out, for example of {first.source}: {named}; -v lists them")
+    else:
+        rest = len(first.omissions) - _NAMED
+        output.warn(f"{first.source}: left out: {named}" + (f"; {rest} more, -v lists them" if rest > 0 else ""))

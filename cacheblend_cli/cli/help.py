@@ -44,9 +44,8 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if (known := elsewhere(getattr(error, "option_name", ""), given)) is not None and hasattr(
-                error, "possibilities"
-            ):
+            known = elsewhere(getattr(error, "option_name", ""), given)
+            if known is not None and hasattr(error, "possibilities"):
                 raise known from error
             raise
 

@@ -16,7 +16,10 @@ from cacheblend_cli.model.named import SMOLLM2
 from cacheblend_cli.settings import FILE
 
 if TYPE_CHECKING:
-    from cacheblend_cli.model.recommend import Candidate, Machine
+    from cacheblend_cli.model.recommend import Candidate
+
+
+_YES_NO = ("no", "yes")
 
 
 def init(
@@ -57,17 +60,10 @@ def init(
         record = {"machine": vars(machine), "model": model, "recommended": best.name, "get": missing and missing.get}
         output.json({**record, "candidates": candidates})
         return
-    _note_machine(machine, output)
-    mark, on_disk = {best.name: "*"}, {c.name: "yes" for c in here}
+    gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
+    output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
     rows = [
-        (
-            mark.get(c.name, ""),
-            c.name,
-            format_size(c.weight_bytes),
-            c.license,
-            fit(c, machine),
-            on_disk.get(c.name, "no"),
-        )
+        ("*" * (c == best), c.name, format_size(c.weight_bytes), c.license, fit(c, machine), _YES_NO[c in here])
         for c in CANDIDATES
     ]
     output.table(("", "model", "weights", "license", "here", "on disk"), rows, right=(2,))
@@ -76,13 +72,7 @@ def init(
     _show_next(model, missing, output, has_smollm2=CANDIDATES[0] in here)
 
 
-def _note_machine(machine: Machine, output: Output) -> None:
-    gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
-    output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
-
-
 def _show_next(model: str | None, missing: Candidate | None, output: Output, *, has_smollm2: bool) -> None:
-    """Show how to get the recommended model and what to do with the chosen one."""
     if model is None:
         fallback = f"; until then {SMOLLM2} is used, a model for trying" if has_smollm2 else ""
         output.note(f"wrote nothing: none of these that suits this machine is on disk{fallback}")

@@ -28,11 +28,8 @@ class QuestionInput:
 
 
 def read_questions(question: str | None, chunks: str | None, batch: Path | None) -> list[QuestionInput]:
-    """Return the questions of the command line.
-
-    Only one of question, --chunks and --batch can be "-" (stdin). Without a question, it is read from a pipe.
-    Raises UsageError, NotFoundError.
-    """
+    """Return the questions of the command line. Only one of question, --chunks and --batch can be "-" (stdin). Without
+    a question, it is read from a pipe. Raises UsageError, NotFoundError."""
     if [question, chunks, str(batch)].count("-") > 1:
         raise UsageError(
             "- was given twice, and stdin can be read only once", "give the question as an argument, or ids in a file"
@@ -64,10 +61,8 @@ def _question(question: str | None, chunks: str | None) -> str:
 
 
 def read_ids(text: str) -> tuple[str, ...]:
-    """Return the ids of --chunks: ID,ID, or a file of ids or JSON lines with "id", or "-" for stdin.
-
-    "" means no chunks. A file or stdin without ids is a UsageError, since the command that wrote it probably failed.
-    """
+    """Return the ids of --chunks: ID,ID, or a file of ids or JSON lines with "id", or "-" for stdin. "" means no
+    chunks. A file or stdin without ids is a UsageError, since the command that wrote it probably failed."""
     if text == "-":
         name, lines = "stdin", read_stdin("chunk ids")
     elif os.path.exists(text) and not os.path.isdir(text):  # a pipe too: --chunks <(cacheblend search ... -q)
@@ -80,9 +75,7 @@ def read_ids(text: str) -> tuple[str, ...]:
                     f"{part!r} is neither a chunk id nor a file", "ids are hexadecimal; list them: cacheblend chunks ls"
                 )
         return ids
-    ids = tuple(
-        found for number, line in enumerate(lines.split("\n"), 1) for found in _ids_of(line, f"{name}:{number}")
-    )
+    ids = tuple(found for n, line in enumerate(lines.split("\n"), 1) for found in _ids_of(line, f"{name}:{n}"))
     if not ids:
         raise UsageError(f"{name} contains no chunk id", "did the command that wrote it find anything?")
     return ids

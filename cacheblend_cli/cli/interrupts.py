@@ -35,10 +35,8 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end() -> NoReturn:
-    """Print one line and end the process at once, with no clean-up by modules that are half imported.
-
-    Writes past sys.stderr, which the interrupted code may be writing to.
-    """
+    """Print one line and end the process at once, with no clean-up by modules that are half imported. Writes past
+    sys.stderr, which the interrupted code may be writing to."""
     shown = getattr(sys.modules.get("cacheblend_cli.cli.output"), "Output", None)
     on_bar = getattr(shown, "_bar_shown", False)
     with suppress(OSError):

@@ -83,10 +83,8 @@ class _ClosedStdout(io.StringIO):
 
 
 def open_closed_streams() -> None:
-    """Open standard streams that the parent process closed on /dev/null.
-
-    Otherwise the next opened file, possibly the store, would get the descriptor that messages are written to.
-    """
+    """Open standard streams that the parent process closed on /dev/null. Otherwise the next opened file, possibly the
+    store, would get the descriptor that messages are written to."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
@@ -103,10 +101,8 @@ def ensure_home() -> None:
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set a short spin count if other programs need the CPUs, unless the user set one of VARIABLES.
-
-    Call before torch loads libgomp, which reads it once.
-    """
+    """Set a short spin count if other programs need the CPUs, unless the user set one of VARIABLES. Call before torch
+    loads libgomp, which reads it once."""
     if not any(name in environment for name in VARIABLES) and _cpus_are_short():
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
@@ -139,7 +135,6 @@ def _running_threads(stat: str) -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Report the error and return the exit code."""
     import typer
 
     if isinstance(error, typer.Exit):

@@ -174,7 +174,6 @@ def check(
 
 
 def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[str, Any]:
-    """Compare logits, show the result and return it."""
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
     from cacheblend_cli.model.tokenizer_probes import text_check
@@ -281,7 +280,6 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
 
 
 def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
-    """Describe the profiles of `models check`."""
     import torch
 
     from cacheblend_cli.engine.profile import profile_file, read_profiles

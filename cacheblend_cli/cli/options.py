@@ -182,11 +182,9 @@ def _flag(name: str, help_text: str | None) -> Any:
 def scope_of(
     store: ChunkStore, source: str | None, everywhere: bool, say: Callable[[str], None], collection: str = ""
 ) -> Scope:
-    """Return the documents to search: --source, --all or the collection, else those of the current project.
-
-    say: callback for a message if documents are left out. Raises NotFoundError if --source matches no stored document
-    or the collection is empty.
-    """
+    """Return the documents to search: --source, --all or the collection, else those of the current project. say:
+    callback for a message if documents are left out. Raises NotFoundError if --source matches no stored document or the
+    collection is empty."""
     from cacheblend_cli.corpus.scopes import collection_scope, holds, scope_here, scope_of
     from cacheblend_cli.corpus.search import searchable
     from cacheblend_cli.types import EVERYTHING
@@ -208,10 +206,8 @@ def scope_of(
 
 
 def import_engine() -> None:
-    """Import torch and the engine with the garbage collector off.
-
-    Collecting garbage takes a fifth of the import time and finds none. The imported objects are frozen afterwards.
-    """
+    """Import torch and the engine with the garbage collector off. Collecting garbage takes a fifth of the import time
+    and finds none. The imported objects are frozen afterwards."""
     if "torch" in sys.modules:
         return
     gc.disable()

@@ -21,10 +21,8 @@ _LEAST_NOTE = 16  # cells
 
 
 class Output:
-    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar.
-
-    verbose: show details, too.
-    """
+    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar. verbose:
+    show details, too."""
 
     _bar_shown: ClassVar[bool] = False  # the last line is a bar or status, which the next message erases
     _in_line: ClassVar[bool] = False  # the last text on the terminal has not ended its line
@@ -115,11 +113,8 @@ class Output:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), ends: Sequence[int] = ()
     ) -> None:
-        """Write an aligned table to stdout.
-
-        right: indexes of right-aligned columns. On a terminal, other columns except the first are cut to fit the width,
-        those in `ends` at their beginning.
-        """
+        """Write an aligned table to stdout. right: indexes of right-aligned columns. On a terminal, other columns
+        except the first are cut to fit the width, those in `ends` at their beginning."""
         show = visible_line if self.out_tty else str
         cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
         widths = [max(num_cells(row[i]) for row in cells) for i in range(len(columns))]
@@ -139,10 +134,8 @@ class Output:
 
     @contextmanager
     def progress(self, description: str, *, with_eta: bool = True) -> Iterator[Callable[[int, int, str], None]]:
-        """Show a progress bar on stderr, or a line a minute if it is not a terminal.
-
-        Yields update(done, total or 0 if unknown, text beside the bar).
-        """
+        """Show a progress bar on stderr, or a line a minute if it is not a terminal. Yields update(done, total or 0 if
+        unknown, text beside the bar)."""
         if self.quiet or not self.animated:
             yield self._line_a_minute(description)
             return

@@ -62,7 +62,9 @@ def _piped_bytes(note: Callable[[str], None], warn: Callable[[str], None]) -> by
     try:
         descriptor = sys.stdin.fileno()
     except OSError:  # not a file descriptor: text that a program passes to this one in memory
-        return _in_memory()
+        with suppress(OSError):
+            return sys.stdin.buffer.read(MAX_BYTES + 1)
+        return None
     try:
         status = os.fstat(descriptor)
     except OSError:
@@ -102,22 +104,14 @@ def _pipe_bytes(
     return sys.stdin.buffer.read(MAX_BYTES + 1)
 
 
-def _in_memory() -> bytes | None:
-    try:
-        return sys.stdin.buffer.read(MAX_BYTES + 1)
-    except OSError:
-        return None
-
-
 def _owner_of(own: os.stat_result) -> str | None:
     """Return the name of the calling process if it has the same stdin, None if it has another or cannot be asked."""
     process = os.getppid()
     while True:
         try:
             its = os.stat(f"/proc/{process}/fd/0")
-            name, _, fields = (
-                Path(f"/proc/{process}/stat").read_text(errors="replace").partition("(")[2].rpartition(") ")
-            )
+            text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+            name, _, fields = text.partition("(")[2].rpartition(") ")
         except OSError:
             return None
         if (its.st_dev, its.st_ino) != (own.st_dev, own.st_ino):

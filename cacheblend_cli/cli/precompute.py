@@ -15,7 +15,6 @@ from cacheblend_cli import extensions
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import yes_or_no
-from cacheblend_cli.cli.omissions import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
@@ -223,7 +222,6 @@ def _cluster(
 
 
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
-    """Open the store for a dry run, which creates none."""
     from cacheblend_store import StoreNotFound
 
     try:
@@ -246,10 +244,8 @@ def _changes(difference: Difference) -> Iterator[str]:
 
 
 class _View:
-    """Show events as messages and a progress bar: first for reading, then for the tokens to compute.
-
-    Tokens that need no work are not part of the bar, so that they do not count as speed.
-    """
+    """Show events as messages and a progress bar: first for reading, then for the tokens to compute. Tokens that need
+    no work are not part of the bar, so that they do not count as speed."""
 
     def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
         self.output, self.json, self.quiet = output, json, quiet
@@ -318,7 +314,7 @@ class _View:
         elif event.skipped is not None:
             self.skipped_files.report(event.skipped)
         elif event.kind == "omitted":
-            report_omissions(event.incomplete, self.output, verbose=self.skipped_files.verbose)
+            folders.report_omissions(event.incomplete, self.output, verbose=self.skipped_files.verbose)
         elif event.kind == "removed":
             self.output.note(event.message)
         elif event.chunk is not None:
@@ -335,7 +331,6 @@ class _View:
         self.total, self._start = 0 if planned is None else planned.work_tokens, time.perf_counter()
 
     def _count(self, tokens: int) -> None:
-        """Count tokens that were worked on."""
         if tokens:
             self._show_bar("precompute")
             self.done += tokens

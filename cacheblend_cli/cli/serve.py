@@ -124,7 +124,6 @@ def _status(settings: Settings, output: Output, *, json: bool) -> None:
 
 
 def _start(settings: Settings, idle_exit_s: float | None, output: Output, *, json: bool) -> None:
-    """Start the engine in the background unless it is running."""
     check_installed()
     from cacheblend_cli.server.background import listens, start
 
@@ -137,7 +136,6 @@ def _start(settings: Settings, idle_exit_s: float | None, output: Output, *, jso
 def _run(
     resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None, output: Output, *, json: bool
 ) -> None:
-    """Serve until a signal, --stop or --idle-exit."""
     check_installed()
     from cacheblend_cli.server.auth import LOOPBACK, read_origins
     from cacheblend_cli.server.tenants import Keyring, read_keys
@@ -194,9 +192,11 @@ def _run(
         warm_app = WarmSocket(state, warm_socket, warm, url)
         serving = Server(make_app(state), state, warm_app, grace_s=http.grace_s, idle_exit_s=http.idle_exit_s)
         if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
-            output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
+            output.note(_memory_line(own, engine.service.stats(), decoded_twice=llama is not None))
         if settings.retrieve:
-            output.note(_retrieval_line(count_documents(state)))
+            count = count_documents(state)
+            found = f"from {counted(count, 'document')}; --no-retrieve for chats without them"
+            output.note(f"chats are answered {found if count else 'without documents, until some are stored for them'}")
         output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
         asyncio.run(serving.serve([public]))
 
@@ -236,23 +236,14 @@ def _resident_bytes() -> int | None:
 
 
 def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
-    """Describe how large the process may grow.
-
-    own: bytes used now, with the weights loaded. decoded_twice: llama.cpp holds the KV of running answers a second
-    time, in at most half the bytes.
-    """
+    """Describe how large the process may grow. own: bytes used now, with the weights loaded. decoded_twice: llama.cpp
+    holds the KV of running answers a second time, in at most half the bytes."""
     pool = stats.pool_bytes * 3 // 2 if decoded_twice else stats.pool_bytes
     most = own + pool + stats.swap_space_bytes + _WORK_BYTES
     return (
         f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(pool)} as it is used, and up to "
         f"{format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
     )
-
-
-def _retrieval_line(num_documents: int) -> str:
-    if not num_documents:
-        return "chats are answered without documents, until some are stored for them"
-    return f"chats are answered from {counted(num_documents, 'document')}; --no-retrieve for chats without them"
 
 
 def check_installed() -> None:

@@ -16,10 +16,8 @@ def open_store(
     settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
 ) -> ChunkStore:
     """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
-
     max_bytes: a new quota, or None to keep the store's. A new store in a project's `.cacheblend` is marked as this
-    user's, so that later commands there use it.
-    """
+    user's, so that later commands there use it."""
     from cacheblend_store import ChunkStore
 
     path = settings.store_path
@@ -45,10 +43,8 @@ def open_store(
 
 
 def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
-    """Open a store for writing (to record use and save computed chunks), or for reading without permission.
-
-    create: make it if it is missing.
-    """
+    """Open a store for writing (to record use and save computed chunks), or for reading without permission. create:
+    make it if it is missing."""
     from cacheblend_store import StorePermission
 
     if write:

@@ -129,11 +129,8 @@ def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier
 
 
 def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool = False) -> None:
-    """Attach the tier of the settings, if any, to the store.
-
-    strict: check the tier now and raise errors of its configuration. An unreachable tier is not an error: its chunks
-    are computed.
-    """
+    """Attach the tier of the settings, if any, to the store. strict: check the tier now and raise errors of its
+    configuration. An unreachable tier is not an error: its chunks are computed."""
     if not settings.tier:
         return
     from cacheblend_store import TierError

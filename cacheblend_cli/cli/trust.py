@@ -34,7 +34,9 @@ def trust(
         )
     try:
         found = _settings(file, remove=remove) if file else {}
-        store = _store(own, remove=remove) if record.has_store(own) else None
+        store = own.resolve() / record.STORE if record.has_store(own) else None
+        if store:
+            (record.unstamp if remove else record.stamp)(own)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}", "check its owner and permissions") from error
     if json:
@@ -59,12 +61,3 @@ def _settings(file: Path, *, remove: bool) -> dict[str, object]:
     else:
         record.trust(file, content)
     return {name: values[name] for name in risky_settings(values, file.parent)}
-
-
-def _store(folder: Path, *, remove: bool) -> Path:
-    """Trust the store in a `.cacheblend` or, with remove, trust it no longer. Return its path."""
-    if remove:
-        record.unstamp(folder)
-    else:
-        record.stamp(folder)
-    return folder.resolve() / record.STORE

@@ -24,7 +24,6 @@ def parse_age(text: str, flag: str) -> float:
 
 
 def format_size(count: int) -> str:
-    """Format bytes with a unit."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:
         if value < 1024:
@@ -53,9 +52,8 @@ def counted(count: int, noun: str) -> str:
 
 def size_for(count: int) -> str:
     """Return a size that `parse_size` reads as at least this many bytes."""
-    unit, name = next(
-        (u, n) for u, n in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")) if count >= 10 * u or n == "KB"
-    )
+    units = (1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")
+    unit, name = next((u, n) for u, n in units if count >= 10 * u or n == "KB")
     return f"{-(-count // unit)}{name}"
 
 

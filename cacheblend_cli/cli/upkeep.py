@@ -276,7 +276,6 @@ def _show_pruned(report: PruneReport, output: Output, *, json: bool, dry_run: bo
 
 
 def _confirm(store: ChunkStore, keys: Iterable[bytes], output: Output, *, yes: bool) -> None:
-    """Ask before chunks of more than one document are removed."""
     with store.read() as reader:
         documents = {document for key in keys for document in reader.documents_of(key)}
         sources = {record.source for record in map(reader.document, documents) if record is not None}

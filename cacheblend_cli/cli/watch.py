@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli.omissions import report_omissions
+from cacheblend_cli.cli.folders import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share
@@ -48,10 +48,8 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
 
 
 def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
-    """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C.
-
-    The store is open for writing only while something is stored. Raises UsageError if no path is a folder.
-    """
+    """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C. The store is open for
+    writing only while something is stored. Raises UsageError if no path is a folder."""
     import watchfiles
 
     folders = [path for path in paths if os.path.isdir(path)]
@@ -71,10 +69,8 @@ def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], outp
 
 
 def follow(changes: Iterable[Changes], update: Callable[[], PrecomputeReport], output: Output) -> None:
-    """Update once at the start, then after each change; retry a failed update at the next timeout.
-
-    changes: sets of changes; an empty set is a timeout without one.
-    """
+    """Update once at the start, then after each change; retry a failed update at the next timeout. changes: sets of
+    changes; an empty set is a timeout without one."""
     from cacheblend_store import StoreError
 
     pending = True  # for changes before watching began

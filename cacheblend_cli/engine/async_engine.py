@@ -31,11 +31,9 @@ STUCK_S = 60.0
 
 
 class AsyncEngine:
-    """Runs an engine core in one thread. Every method may be called from any thread.
-
-    A request's events are passed to its on_event in the engine's thread, in order; the last one is Done or Failed.
-    on_event must not block. If it raises, the request is cancelled.
-    """
+    """Runs an engine core in one thread. Every method may be called from any thread. A request's events are passed to
+    its on_event in the engine's thread, in order; the last one is Done or Failed. on_event must not block. If it
+    raises, the request is cancelled."""
 
     def __init__(self, runtime: Runtime, limits: Limits | None = None, extensions: Extensions = Extensions()) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
@@ -43,7 +41,7 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
         self._listeners: dict[RequestState, OnEvent] = {}  # of unfinished requests
-        self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
+        self._work = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._numbers = itertools.count()
         self._closing = False
         self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last requests
@@ -94,12 +92,11 @@ class AsyncEngine:
         state.cancelled = True
 
     def cancel_all(self) -> None:
-        """Cancel all requests."""
         with self._changed:
             for state in self._listeners:
                 state.cancelled = True
 
-    def between_steps(self, work: Callable[[Runtime], T]) -> Future[T]:
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` in the engine's thread, at most one launch per call. A step runs between two calls, so that
         answers continue. Raises QueueFull if the engine closes."""
         future: Future[T] = Future()
@@ -192,7 +189,12 @@ class AsyncEngine:
         if work is not None:
             for state, event in self._core.flush():  # tokens must not wait for a launch
                 self._emit(state, event)
-            _do(self._runtime, *work)
+            call, future = work
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _emit(self, state: RequestState, event: Event) -> None:
         if isinstance(event, Failed):
@@ -225,15 +227,6 @@ class AsyncEngine:
             blocks_used=allocator.num_used,
             blocks_cached=allocator.num_cached,
         )
-
-
-def _do(runtime: Runtime, work: Callable[[Runtime], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work(runtime))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _public_error(error: Exception) -> Exception:

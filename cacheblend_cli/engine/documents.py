@@ -108,7 +108,7 @@ class Documents(EngineThread):
             document = document_of(put_name("", document_id), text, None)
             putting = self.put(store, document, self._resolved.settings.salt)
             try:
-                while self.between_steps(putting.collect).result():
+                while self.service.between_steps(putting.collect).result():
                     pass
                 putting.commit()
             except Exception:

@@ -43,7 +43,6 @@ from cacheblend_cli.types import (
     AskPlan,
     AskRequest,
     BlendParams,
-    ChunkUse,
     PlannedChunk,
     SamplingParams,
     TokenUse,
@@ -58,12 +57,9 @@ _OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["
 
 
 class Engine(Documents):
-    """A loaded model.
-
-    `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any
-    thread, and requests that are made at the same time are batched. `close` ends that thread; an Engine is a context
-    manager. All other methods compute in the caller's thread; use them in one thread at a time.
-    """
+    """A loaded model. `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may
+    be called from any thread, and requests that are made at the same time are batched. `close` ends that thread; an
+    Engine is a context manager. All other methods compute in the caller's thread; use them in one thread at a time."""
 
     @classmethod
     def load(
@@ -103,22 +99,11 @@ class Engine(Documents):
         suffix_ids: tuple[int, ...] | None = None,
         cancellation: Cancellation | None = None,
     ) -> Request:
-        """Look up or search for the chunks of a question, and lay out its prompt.
-
-        say: callback for a message if search by meaning is not available. suffix_ids: token ids after the chunks, None
-        for the template's. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors,
-        Cancelled.
-        """
+        """Look up or search for the chunks of a question, and lay out its prompt. say: callback for a message if search
+        by meaning is not available. suffix_ids: token ids after the chunks, None for the template's. Raises
+        NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors, Cancelled."""
         self.runtime.memory()  # first use allocates a GPU's memory, which is not part of an answer's time
-        return resolve(
-            self.runtime,
-            store,
-            ask,
-            say=say,
-            collect=self._collect_settings,
-            suffix_ids=suffix_ids,
-            cancellation=cancellation,
-        )
+        return resolve(self.runtime, store, ask, say, self._collect_settings, suffix_ids, cancellation)
 
     def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
         """Resolve and answer a question in this thread. options: in place of its own."""
@@ -164,11 +149,11 @@ class Engine(Documents):
         if request.options.explain and request.store is not None:
             texts = [chunk.text for chunk in request.chunks]
             notes += request.collection.template.differences(texts, request.question, answer.prompt_ids)
-        return notes, [self._token_uses(answer, chunk) for chunk in answer.chunks] if request.options.tokens else []
-
-    def _token_uses(self, answer: Answer, chunk: ChunkUse) -> list[TokenUse]:
-        texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])
-        return [TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)]
+        uses = []
+        for chunk in answer.chunks if request.options.tokens else ():
+            texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])
+            uses.append(list(map(TokenUse, texts, answer.kinds(chunk))))
+        return notes, uses
 
     # measurements, in the caller's thread
 
@@ -182,9 +167,7 @@ class Engine(Documents):
     ) -> Prefilled:
         """Prefill a request's prompt and hold its KV, which the caller releases: see `Prefilled` and `prefill` in
         engine/measured_prefill.py."""
-        return prefill(
-            self.runtime, request, headroom=headroom, output_positions=output_positions, slice_rows=slice_rows
-        )
+        return prefill(self.runtime, request, headroom, output_positions, slice_rows)
 
     # many requests, in the engine's thread
 
@@ -223,7 +206,7 @@ class Engine(Documents):
         taken = TransformersConnector()
         ask = self._asked(question, about)
         request = self._resolved_request(replace(ask, sampling=replace(ask.sampling, max_tokens=1)))
-        report = self.queue(request.handed_to(taken)).result()
+        report = self.service.ask(request.handed_to(taken)).result()
         return PrefilledPrompt(tuple(report.prompt_ids), taken.layers, report, self.model.path)
 
     def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
@@ -274,9 +257,10 @@ class Engine(Documents):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> None:
-            states.append(self.submit(self._resolved_request(self._asked(question, about)), on_event))
+            request = self._resolved_request(self._asked(question, about))
+            states.append(self.service.submit(request, on_event))
             if left.is_set():
-                self.cancel(states[0])
+                self.service.cancel(states[0])
 
         try:
             await asyncio.to_thread(submit)
@@ -288,7 +272,7 @@ class Engine(Documents):
         finally:
             left.set()
             for state in states:
-                self.cancel(state)
+                self.service.cancel(state)
 
     def _asked(self, question: str | AskRequest, about: dict[str, Any]) -> AskRequest:
         if not isinstance(question, AskRequest):
@@ -304,7 +288,8 @@ class Engine(Documents):
         return self.resolve(self._store, ask)
 
     def _queue(self, ask: AskRequest) -> Future[Answer]:
-        return self.queue(self._resolved_request(ask.unstreamed()))
+        request = self._resolved_request(ask.unstreamed())
+        return self.service.ask(request)
 
 
 def drawn_outside(token_id: int) -> Draw:

@@ -10,16 +10,15 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import ALONE, EngineCore, Extensions, admit
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.decode_with import llama_decoder
-from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
+from cacheblend_cli.engine.events import Done, Event, Failed, Limits
 from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.model_sampling import as_the_model
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -27,11 +26,9 @@ from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime, load_worker_model
 from cacheblend_cli.errors import CacheBlendError, QueueFull
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.template import PromptTemplate
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
 from cacheblend_cli.types import Answer, SamplingParams
 
-T = TypeVar("T")
 _FULL_S = 0.05  # between two attempts to queue a request
 
 
@@ -41,6 +38,9 @@ class EngineThread:
     def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
         """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
         self.runtime, self._resolved, self._limits = runtime, resolved, limits
+        self.model, self.config, self.context = runtime.model, runtime.config, runtime.context
+        self.prompts: Prompts = runtime
+        self.template = runtime.template  # of prompts in the engine's own wording
         self.llama = llama_decoder(runtime)
         self.extensions = Extensions(FEATURES, () if self.llama is None else (self.llama,))
         self._service: AsyncEngine | None = None
@@ -50,29 +50,6 @@ class EngineThread:
         self._temporary = ExitStack()
         self._folder: TemporaryDirectory[str] | None = None
         self._lock = threading.RLock()  # guards these six
-
-    @property
-    def model(self) -> LoadedModel:
-        return self.runtime.model
-
-    @property
-    def config(self) -> EngineConfig:
-        return self.runtime.config
-
-    @property
-    def prompts(self) -> Prompts:
-        """Templates, collections and limits of the model's prompts."""
-        return self.runtime
-
-    @property
-    def template(self) -> PromptTemplate:
-        """The prompt's template in the engine's own wording."""
-        return self.runtime.template
-
-    @property
-    def context(self) -> int:
-        """Maximum number of tokens of a prompt and its answer."""
-        return self.runtime.context
 
     @property
     def is_parallel(self) -> bool:
@@ -128,11 +105,6 @@ class EngineThread:
             self._limits = limits
             self.use(store)
 
-    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue a resolved request, and return its state for `cancel`. on_event: called in the engine's thread, with
-        Done or Failed last; it must not block. Raises QueueFull if too many wait or the engine closes."""
-        return self._latest().submit(request, on_event)
-
     def events(self, request: Request) -> Generator[Event]:
         """Return the events of a resolved request, Done last. Raises the error of a failed one.
 
@@ -144,13 +116,14 @@ class EngineThread:
         if self._service is None:
             return self._alone(request)
         events = queue.SimpleQueue[Event]()
-        state = self.submit(request, events.put)
+        service = self.service
+        state = service.submit(request, events.put)
 
         def queued() -> Generator[Event]:
             try:
                 yield from _until_done(iter(events.get, None))
             finally:
-                self.cancel(state)
+                service.cancel(state)
 
         return queued()
 
@@ -170,44 +143,15 @@ class EngineThread:
         finally:
             core.close()
 
-    def cancel(self, state: RequestState) -> None:
-        """End a request in the next step, with its partial answers. No effect on a finished one."""
-        state.cancelled = True
-
-    def cancel_all(self) -> None:
-        self._latest().cancel_all()
-
-    def queue(self, request: Request) -> Future[Answer]:
-        """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
-        return self._latest().ask(request)
-
     def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
         """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
         while True:
             try:
-                return self.queue(request)
+                return self.service.ask(request)
             except QueueFull:
                 if not wait:
                     return None
                 time.sleep(_FULL_S)
-
-    def check_room(self, coming: int = 0) -> None:
-        """Raise QueueFull if the queue has no room for one more request after `coming` others."""
-        self._latest().check_room(coming)
-
-    def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the engine's thread, at most one launch per call, so that answers continue. Raises QueueFull if
-        the engine closes."""
-        return self._latest().between_steps(lambda _: work())
-
-    def stats(self) -> EngineStats:
-        """Return statistics as of the last step."""
-        return self._latest().stats()
-
-    @property
-    def is_stuck(self) -> bool:
-        """Return whether the current step has been running for too long."""
-        return self._latest().is_stuck
 
     def close(self) -> None:
         """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
@@ -242,8 +186,9 @@ class EngineThread:
             assert self._service is not None
             return self._service
 
-    def _latest(self) -> AsyncEngine:
-        """Return the engine core's thread; after `close`, the closed one, which refuses requests."""
+    @property
+    def service(self) -> AsyncEngine:
+        """The engine core's thread; after `close`, the closed one, which refuses requests."""
         with self._lock:
             return self._service or self._closed or self._started()
 

@@ -78,7 +78,6 @@ class Prefilled(PrefillReport):
         return output.out
 
     def _memory(self, runner: DecodeRunner | None) -> DeviceMemory:
-        """Return the sequence's pool with its runner."""
         lasting = self.runtime.memory()
         if runner is None and lasting is not None and lasting.pool is self.pool:
             return lasting
@@ -88,7 +87,6 @@ class Prefilled(PrefillReport):
 def prefill(
     runtime: Runtime,
     request: Request,
-    *,
     headroom: int = 0,
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
     slice_rows: int | None = None,

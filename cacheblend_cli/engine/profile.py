@@ -39,7 +39,6 @@ class Distance:
     p90: float
 
     def within(self, kl_mean: float, kl_p90: float) -> bool:
-        """Return whether this ratio may be chosen under these limits."""
         share = 1.0 if self.ratio >= BlendParams.ratio else BELOW_DEFAULT
         return self.mean + ERRORS * self.error <= share * kl_mean and self.p90 <= share * kl_p90
 
@@ -129,7 +128,6 @@ def profile_for(model: LoadedModel, wanted: dict[str, str]) -> tuple[Profile | N
 
 
 def _differing(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """Describe each condition that differs."""
     return [
         "another prompt" if name == "prompt" else f"{name} {measured.get(name)}, not {value}"
         for name, value in wanted.items()

@@ -174,10 +174,6 @@ class Runtime(Prompts):
             num_tokens = max(self.context, min(fits, num_prompts * self.context))
         return self.memory_for(-(-num_tokens // self.config.block_size), num_prompts)
 
-    def worker(self, memory: DeviceMemory) -> Worker:
-        """Return the worker of a core with this pool."""
-        return self.driver.worker(self.decoder, memory)
-
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """Return a sequence in the lasting pool, or in its own. Raises DeviceError, naming what would fit."""
         memory, size = self.memory(), self.config.block_size
@@ -228,7 +224,6 @@ class Runtime(Prompts):
 
 
 def load_worker_model(config: EngineConfig) -> LoadedModel:
-    """Load the model on a worker."""
     return Runtime.load(config).model
 
 

@@ -81,10 +81,8 @@ class BenchReport:
 
 def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, headroom: int) -> PromptLayout:
     """Return a prompt of random ids within the model's template. tokens: of all chunks, None for as many as fit up to
-    DEFAULT_TOKENS, a multiple of `chunks`.
-
-    Raises UsageError if the prompt and `headroom` tokens after it do not fit the model's context.
-    """
+    DEFAULT_TOKENS, a multiple of `chunks`. Raises UsageError if the prompt and `headroom` tokens after it do not fit
+    the model's context."""
     generator, ordinary = torch.Generator().manual_seed(0), ordinary_ids(engine.model)
     template = engine.template
     suffix = (
@@ -120,11 +118,9 @@ def bench(
     decode_tokens: int,
     on_run: Callable[[int, int, str], None],
 ) -> BenchReport:
-    """Collect the chunks into a temporary store, then run every setting and a decode once per round.
-
-    settings: a full prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of
-    the system's temporary folder is too small.
-    """
+    """Collect the chunks into a temporary store, then run every setting and a decode once per round. settings: a full
+    prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of the system's
+    temporary folder is too small."""
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:
         policy_of(setting.blend, model.spec.num_kv_layers, True)  # refused before anything is computed

@@ -30,10 +30,7 @@ class Bootstrap:
 
     def interval(self, statistic: Callable[..., Column], *columns: Sequence[float]) -> Interval | None:
         """Return the statistic over columns of one number per sample, with its interval; statistic works along the last
-        axis.
-
-        None if it is not a number (no samples, or division by zero).
-        """
+        axis. None if it is not a number (no samples, or division by zero)."""
         data = [np.asarray(c, dtype=np.float64) for c in columns]
         if not len(data[0]):
             return None
@@ -52,7 +49,6 @@ def mean(column: Column) -> Column:
 
 
 def difference(ours: Column, theirs: Column) -> Column:
-    """Return the mean of ours minus the mean of theirs."""
     return ours.mean(-1) - theirs.mean(-1)
 
 

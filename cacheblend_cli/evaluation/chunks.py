@@ -23,10 +23,8 @@ SOURCE = "(sample)"
 
 
 class SampleChunks:
-    """Plans, collects and names the chunks of samples. Every text is encoded once.
-
-    corpus: samples whose chunks may be neighbours (those of a run). collecting: window and number of neighbours.
-    """
+    """Plans, collects and names the chunks of samples. Every text is encoded once. corpus: samples whose chunks may be
+    neighbours (those of a run). collecting: window and number of neighbours."""
 
     def __init__(
         self,
@@ -48,7 +46,6 @@ class SampleChunks:
         return [self._plan(c, context).key for c in sample.contexts]
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of the sample's chunks."""
         return sum(len(self._encode(c.text)) for c in sample.contexts)
 
     def store(self, samples: Iterable[Sample], contexts: Sequence[str]) -> int:

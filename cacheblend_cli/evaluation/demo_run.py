@@ -156,7 +156,6 @@ class Demo:
 
 
 def summarise(results: Sequence[Compared]) -> list[DemoRow]:
-    """Return a row for each setting."""
     return [
         DemoRow(
             setting,

@@ -70,11 +70,9 @@ def evaluate(
     options: EvaluateOptions | None = None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Results:
-    """Collect the samples' chunks and measure every setting on every sample.
-
-    Full prefill runs once per sample; without a full setting one is added first. Samples that are too long for the
-    model are skipped. Raises UsageError if two settings have the same label.
-    """
+    """Collect the samples' chunks and measure every setting on every sample. Full prefill runs once per sample; without
+    a full setting one is added first. Samples that are too long for the model are skipped. Raises UsageError if two
+    settings have the same label."""
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
     if twice := {label for label in labels if labels.count(label) > 1}:
@@ -206,7 +204,6 @@ def _contexts(settings: Sequence[Setting]) -> list[str]:
 
 
 def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
-    """Return the measures against full prefill."""
     return {
         "kl": found.divergence.kl,
         "top1": found.divergence.top1,

@@ -105,11 +105,9 @@ def run_setting(
     before_s: float,
     run: Prefill = Engine.hold_prefill,
 ) -> Measured:
-    """Prefill under the request's setting, compare it with the reference, and answer greedily.
-
-    Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first
-    differ: teacher forcing has computed the tokens before.
-    """
+    """Prefill under the request's setting, compare it with the reference, and answer greedily. Greedy decoding equals
+    the reference's answer as long as the most likely tokens agree, so it starts where they first differ: teacher
+    forcing has computed the tokens before."""
     lengths = reference.lengths
     start = time.perf_counter()
     done = run(engine, request, headroom=lengths.headroom)

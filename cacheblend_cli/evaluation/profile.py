@@ -152,7 +152,6 @@ def usable(engine: Engine, requests: Iterable[Request], most: int) -> Iterator[R
 
 @torch.inference_mode()
 def full_answer(engine: Engine, request: Request) -> FullAnswer:
-    """Prefill the prompt in full and answer greedily."""
     start = time.perf_counter()
     done = engine.hold_prefill(request.in_full(), headroom=TOKENS)
     token_ids = done.answer(SamplingParams(max_tokens=TOKENS, stop_repetition=False)).token_ids

@@ -23,7 +23,6 @@ Tokens = tuple[Tensor, Sequence[bool]]
 
 
 def tokens_of(records: Sequence[Record]) -> list[Tokens]:
-    """Return the tokens of records that have signals."""
     return [(torch.tensor(r.signals, dtype=torch.float64), [not same for same in r.top1]) for r in records if r.signals]
 
 

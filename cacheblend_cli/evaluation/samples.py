@@ -80,10 +80,8 @@ def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
-    """Read a JSON list of samples, or JSON values one after another (JSON lines, or a single object).
-
-    Raises NotFoundError without the file, UsageError with file and line for a malformed sample.
-    """
+    """Read a JSON list of samples, or JSON values one after another (JSON lines, or a single object). Raises
+    NotFoundError without the file, UsageError with file and line for a malformed sample."""
     return parse_samples(read_text(path), str(path), limit)
 
 

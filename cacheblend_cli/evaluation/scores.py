@@ -22,7 +22,6 @@ def normalise(text: str) -> str:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> bool:
-    """Return whether the answer equals a reference after normalisation."""
     return any(normalise(answer) == normalise(r) for r in references)
 
 
@@ -49,7 +48,6 @@ def rouge_l(answer: str, references: Sequence[str]) -> float | None:
 
 
 def check_rouge() -> None:
-    """Raise UsageError if rouge-score is not installed."""
     if _scorer() is None:
         raise UsageError("eval needs rouge-score, which is not installed", install_hint("eval"))
 

@@ -33,12 +33,10 @@ class Setting:
 
     @property
     def is_full(self) -> bool:
-        """Return whether this is the reference."""
         return self.blend.mode == "full" and self.prefill is None
 
     @property
     def reuses(self) -> bool:
-        """Return whether it uses KV from the store."""
         return self.blend.mode != "full"
 
     def to_dict(self) -> dict[str, Any]:

@@ -56,9 +56,8 @@ class SpeedPrompt:
     def stored(cls, engine: Engine, store: ChunkStore, layout: PromptLayout, headroom: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
         collection = engine.collection(store)
-        check_space(
-            store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
-        )
+        lengths = len(collection.prefix_ids), *map(len, layout.chunks)
+        check_space(store.path, sum(map(collection.chunk_bytes, lengths)))
         collector = Collector(collection, store)
         planned = [
             PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
@@ -104,7 +103,6 @@ def ordinary_ids(model: LoadedModel) -> Tensor:
 
 
 def random_ids(ordinary: Tensor, count: int, generator: torch.Generator) -> Ids:
-    """Draw `count` of these ids uniformly."""
     return tuple(ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist())
 
 
@@ -128,10 +126,8 @@ def ceiling(plan: PromptPlan, layers: int, blend: BlendParams) -> float:
 def in_turn(
     cases: Mapping[str, Callable[[], T]], rounds: int, on_run: Callable[[int, int, str], None] = lambda *_: None
 ) -> dict[str, list[T]]:
-    """Run every case once per round, so that all see the same machine; the first of rounds + 1 is a warm-up.
-
-    on_run: called with runs done, number of runs, and the next case.
-    """
+    """Run every case once per round, so that all see the same machine; the first of rounds + 1 is a warm-up. on_run:
+    called with runs done, number of runs, and the next case."""
     found: dict[str, list[T]] = {name: [] for name in cases}
     for round_ in range(rounds + 1):
         for index, (name, case) in enumerate(cases.items()):
@@ -149,7 +145,6 @@ def even_lengths(total: int, parts: int) -> Sequence[int]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the vendor's name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name()

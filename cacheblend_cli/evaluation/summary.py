@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -46,16 +46,10 @@ class Summary:
     prefill_s: float
     ttft_quartiles_s: tuple[float, float] = (0.0, 0.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def summarise(results: Results, *, baseline: str | None = None, resamples: int = 2000) -> list[Summary]:
-    """Return a summary per setting, in order.
-
-    baseline: label of the setting that NormF1 counts from; by default the first setting that reuses everything without
-    repair.
-    """
+    """Return a summary per setting, in order. baseline: label of the setting that NormF1 counts from; by default the
+    first setting that reuses everything without repair."""
     columns, full = results.by_label, results.full
     if baseline is None:
         baseline = next((s.label for s in results.settings if s.reuses and s.blend.effective_ratio() == 0), None)
@@ -84,6 +78,7 @@ def _summary(
         sums = [sum(getattr(r, name)) for r in records]
         return bootstrap.interval(pooled, sums, [len(getattr(r, name)) for r in records])
 
+    inexact = sum(r.cached_tokens - r.exact_tokens for r in records)
     return Summary(
         label=setting.label,
         setting=setting.to_dict(),
@@ -105,7 +100,7 @@ def _summary(
         v_error=_layers([r.v_error for r in records]),
         attention_error=_layers([r.attention_error for r in records]),
         ratio=_mean_ratio(records) if setting.auto else setting.blend.effective_ratio(),
-        recomputed=_share([r.recomputed_tokens for r in records], [r.cached_tokens - r.exact_tokens for r in records]),
+        recomputed=sum(r.recomputed_tokens for r in records) / inexact if inexact else 0.0,
         budget=fmean(r.recompute_fraction for r in records) if records else 0.0,
         ttft_s=median(r.ttft_s for r in records) if records else 0.0,
         prefill_s=median(r.prefill_s for r in records) if records else 0.0,
@@ -132,7 +127,3 @@ def _mean_ratio(records: list[Record]) -> float:
         for r in records
     ]
     return fmean(ratios) if ratios else 0.0
-
-
-def _share(parts: Sequence[int], wholes: Sequence[int]) -> float:
-    return sum(parts) / sum(wholes) if sum(wholes) else 0.0

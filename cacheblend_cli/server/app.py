@@ -20,7 +20,7 @@ from starlette.routing import Route
 from cacheblend_cli.server import embedding_routes, mcp_route
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.auth import EXPOSED, METHODS, AuthMiddleware
-from cacheblend_cli.server.bodies import PutBody, SearchBody
+from cacheblend_cli.server.bodies import ChatBody, CompletionBody, PutBody, SearchBody
 from cacheblend_cli.server.document_routes import (
     delete_document,
     list_documents,
@@ -32,7 +32,6 @@ from cacheblend_cli.server.http import EVENTS, JSON, LINES, SESSION, log_error
 from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.ollama.protocol import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
 from cacheblend_cli.server.openai import routes as openai
-from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.version import __version__
 
@@ -128,24 +127,14 @@ def make_app(state: ServerState, *, is_owner: bool = False) -> Starlette:
     routes += [route("GET /", _page), route("GET /page/{name}", _page)]
     middleware = [Middleware(AuthMiddleware, state=state, is_owner=is_owner)]
     if state.origins and not is_owner:  # first, because a browser asks without the key, and reads refusals
-        middleware.insert(0, _cors(state.origins))
+        # pages of these origins may send any header: clients add their own, such as X-Stainless-OS of OpenAI's
+        cors: dict[str, Any] = {"allow_methods": METHODS, "allow_headers": ["*"], "allow_private_network": True}
+        allowed = sorted(state.origins)
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=allowed, expose_headers=EXPOSED, **cors))
     return Starlette(
         routes=[*routes, Route(mcp_route.PATH, mcp_route.McpRoute(state), methods=["POST"])],
         middleware=middleware,
         exception_handlers={HTTPException: _no_route},
-    )
-
-
-def _cors(allowed: frozenset[str]) -> Middleware:
-    """Return the middleware that lets pages of these origins read responses. They may send any header: clients add
-    their own, such as X-Stainless-OS of OpenAI's."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=sorted(allowed),
-        allow_methods=METHODS,
-        allow_headers=["*"],
-        allow_private_network=True,
-        expose_headers=EXPOSED,
     )
 
 
@@ -155,7 +144,7 @@ async def _health(_: Request, state: ServerState) -> Response:
 
 async def _ready(_: Request, state: ServerState) -> Response:
     """Return 503 if requests would be refused: the server stops, the engine is stuck, or the store's file is gone."""
-    status = "stopping" if state.draining else "stuck" if state.engine.is_stuck else "ready"
+    status = "stopping" if state.draining else "stuck" if state.engine.service.is_stuck else "ready"
     if status == "ready":
         try:
             state.store.check_file()
@@ -180,7 +169,6 @@ async def _page(request: Request, _: ServerState) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """Return 404 and 405 errors of the router."""
     assert isinstance(error, HTTPException)
     routes = ", ".join((*OPERATIONS, f"POST {mcp_route.PATH}", "GET /")).replace(":path", "")
     what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"

@@ -119,10 +119,7 @@ class AuthMiddleware:
 
 def _check_site(headers: Mapping[str, str], names: Collection[str], origins: Collection[str]) -> None:
     """Refuse requests by pages of other sites: a Host not in `names`, or an http(s) Origin that is neither the server's
-    own nor in `origins`.
-
-    Origins with other schemes are local programs, such as browser extensions. Raises ApiError.
-    """
+    own nor in `origins`. Origins with other schemes are local programs, such as browser extensions. Raises ApiError."""
     host = headers.get("host", "").lower()
     before, colon, port = host.rpartition(":")
     name = before if colon and port.isdigit() else host

@@ -27,11 +27,9 @@ _END_S = 15.0  # after the grace period, to close the store and free memory
 
 
 def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run `cacheblend serve` in a new session. Return the engine's status once it responds.
-
-    arguments: command line; by default this command's without --background. Raises CacheBlendError with the engine's
-    message and exit code if it exits before that.
-    """
+    """Run `cacheblend serve` in a new session. Return the engine's status once it responds. arguments: command line; by
+    default this command's without --background. Raises CacheBlendError with the engine's message and exit code if it
+    exits before that."""
     if arguments is None:
         arguments = [argument for argument in sys.argv[1:] if argument not in ("--background", "--json")]
     path = socket_of(settings)
@@ -58,11 +56,8 @@ def _open(path: Path, flags: int) -> int:
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
-    """Start the engine with these settings on a private socket only, and return once it responds.
-
-    flags: flags of `serve` for these settings. Another process may start it at the same time. Raises CacheBlendError
-    like `start`.
-    """
+    """Start the engine with these settings on a private socket only, and return once it responds. flags: flags of
+    `serve` for these settings. Another process may start it at the same time. Raises CacheBlendError like `start`."""
     public = folder_of(settings) / socket_of(settings).name.replace("engine-", "http-")
     try:
         start(settings, idle_exit_s, ["serve", "--unix-socket", str(public), *flags])
@@ -123,11 +118,9 @@ def running(settings: Settings) -> list[dict[str, Any]]:
 
 
 def stop_all(settings: Settings, grace_s: float) -> list[int]:
-    """Stop every engine over the store and wait until its process has exited. Return the process ids.
-
-    grace_s: time for running answers to finish. Raises NotFoundError if none runs, CacheBlendError if a process does
-    not exit within grace_s plus a margin.
-    """
+    """Stop every engine over the store and wait until its process has exited. Return the process ids. grace_s: time for
+    running answers to finish. Raises NotFoundError if none runs, CacheBlendError if a process does not exit within
+    grace_s plus a margin."""
     ended = []
     for reply in running(settings):
         pid, deadline = reply["pid"], time.monotonic() + grace_s + _END_S

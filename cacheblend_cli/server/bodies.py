@@ -19,7 +19,7 @@ from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_DOCUMENTS = 1024
-MAX_MESSAGES = 4096
+MAX_MESSAGES, MAX_PROMPTS = 4096, 256
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_SCHEMA_DEPTH = 64
 
@@ -79,7 +79,6 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings given in the request."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
@@ -195,6 +194,34 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
         return bool(self.documents or self.chunks or self.wanted_search is not None)
 
 
+class ChatBody(AskBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(AskBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions: continue a text without chat template. echo: repeat the prompt before the answer, with
+    log-probabilities if requested; with max_tokens 0, return only the prompt."""
+
+    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    logprobs: TopLogprobs | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
 class SearchBody(Struct, forbid_unknown_fields=True):
     """POST /v1/search."""
 
@@ -230,18 +257,14 @@ def parse(kind: type[Body], body: bytes) -> Body:
 def _refusal(message: str) -> ApiError:
     """Return msgspec's error with the field's name as OpenAI's `param`."""
     placed = _PLACED.fullmatch(message)
-    what, place = (placed[1], _dotted(placed[2])) if placed else (message, "")
+    what, path = placed.groups() if placed else (message, "")
+    place = path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")  # messages[0].role: messages.0.role
     if unknown := _UNKNOWN.fullmatch(what):
         place = ".".join(part for part in (place, unknown[1]) if part)[:200]
         return bad_request(f"unknown field {place!r}", place, "unknown_parameter")
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
         place, what = ".".join(part for part in (place, missing[1]) if part), "the field is missing"
     return bad_request(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)
-
-
-def _dotted(path: str) -> str:
-    """Convert messages[0].role to messages.0.role."""
-    return path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")
 
 
 def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
@@ -253,7 +276,6 @@ def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...
 
 
 def _depth(raw: bytes) -> int:
-    """Return the nesting depth of JSON brackets."""
     depth = most = 0
     for bracket in re.sub(rb'"(?s:[^"\\]|\\.)*+(?:"|\\?\Z)|[^\[\]{}"]', b"", raw):
         depth += 1 if bracket in b"[{" else -1

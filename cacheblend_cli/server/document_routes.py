@@ -95,7 +95,6 @@ class _Upload:
     file_name: str = ""  # of a file; its suffix selects the converter
 
     def pool(self, state: ServerState) -> FairPool:
-        """Return the threads to read and cut it with."""
         is_parsed = isinstance(self.content, bytes) and converter_of(self.file_name) not in PLAIN
         return state.pools.heavy if is_parsed else state.pools.for_text(len(self.content))
 
@@ -179,7 +178,7 @@ def _undo_later(state: ServerState, putting: Putting) -> None:
 
     if not putting.settled:
         with suppress(QueueFull):  # the server stops
-            state.engine.between_steps(undo)
+            state.engine.service.between_steps(undo)
 
 
 def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any]:
@@ -277,7 +276,6 @@ def visible_documents(state: ServerState, tenant: Tenant) -> dict[str, DocumentR
 
 
 def count_documents(state: ServerState) -> int:
-    """Return the number of documents of all tenants."""
     return sum(len(visible_documents(state, tenant)) for tenant in state.keyring.tenants)
 
 
@@ -288,7 +286,6 @@ def _document_fields(record: DocumentRecord) -> dict[str, Any]:
 
 
 async def search_chunks(request: Request, state: ServerState) -> Response:
-    """Return the tenant's best chunks for a query."""
     body, tenant = parse(SearchBody, await json_body(request)), tenant_of(request)
     return await _read_reply(request, state, lambda: encode({"object": "list", "data": _search(state, body, tenant)}))
 

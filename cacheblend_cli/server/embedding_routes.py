@@ -59,7 +59,6 @@ def model_of(state: ServerState) -> Embedder | None:
 
 
 async def embeddings(request: Request, state: ServerState) -> Response:
-    """POST /v1/embeddings."""
     body = parse(EmbedBody, await json_body(request))
     check_embedding_model(state, body.model or None)
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -82,10 +81,8 @@ async def embeddings(request: Request, state: ServerState) -> Response:
 async def embed_texts(
     request: Request, state: ServerState, texts: Sequence[str], dimensions: int | None, *, truncate: bool = False
 ) -> tuple[NDArray[np.float32], list[int]]:
-    """Return unit vectors, fp32 [num_texts, dimensions], and the number of tokens read from each text.
-
-    truncate: read only the beginning of a text that is too long. Raises ApiError, QueueFull.
-    """
+    """Return unit vectors, fp32 [num_texts, dimensions], and the number of tokens read from each text. truncate: read
+    only the beginning of a text that is too long. Raises ApiError, QueueFull."""
     with state.preparing(1):
         return await unless_disconnected(request, _embed(state, tenant_of(request), texts, dimensions, truncate))
 

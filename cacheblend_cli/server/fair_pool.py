@@ -66,11 +66,6 @@ class FairPool:
         job.future.add_done_callback(lambda future: self._drop(tenant, job) if future.cancelled() else None)
         return job.future
 
-    @property
-    def num_queued(self) -> int:
-        with self._changed:
-            return sum(map(len, self._queues.values()))
-
     def close(self, wait_s: float = 0.0) -> None:
         """Drop what is queued and take no more work. Wait at most wait_s for running work to end."""
         with self._changed:
@@ -94,7 +89,8 @@ class FairPool:
         """Wait for the next job and count it as running. Returns None when the pool is closed."""
         with self._changed:
             while not self._closed:
-                if (tenant := self._next_tenant()) is not None:
+                free = (name for name in self._queues if self._running[name] < self._most_per_tenant)
+                if (tenant := next(free, None)) is not None:
                     queue = self._queues.pop(tenant)
                     job = queue.popleft()
                     if queue:
@@ -103,9 +99,6 @@ class FairPool:
                     return tenant, job
                 self._changed.wait()
             return None
-
-    def _next_tenant(self) -> str | None:
-        return next((name for name in self._queues if self._running[name] < self._most_per_tenant), None)
 
     def _drop(self, tenant: str, job: _Job) -> None:
         job.forget()

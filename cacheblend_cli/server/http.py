@@ -52,11 +52,9 @@ async def raw_body(request: Request) -> bytes:
 
 
 def session_headers(request: Request, keys: Sequence[bytes]) -> dict[str, str]:
-    """Return the header by which proxies route questions over the same chunks to the same replica.
-
-    Its value is the request's own session, else the key of the first chunk. keys: chunk keys of the prompt in order.
-    Returns {} if there is neither.
-    """
+    """Return the header by which proxies route questions over the same chunks to the same replica. Its value is the
+    request's own session, else the key of the first chunk. keys: chunk keys of the prompt in order. Returns {} if there
+    is neither."""
     own = request.headers.get(SESSION, "")
     session = own if _SESSION.fullmatch(own) else keys[0].hex() if keys else ""
     return {SESSION: session} if session else {}

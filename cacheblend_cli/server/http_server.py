@@ -135,10 +135,8 @@ logger = logging.getLogger("cacheblend")
 
 
 def bind_tcp(name: str, port: int) -> socket.socket:
-    """Return a listening socket, which reserves the address; connections wait until the server runs.
-
-    Raises UsageError if the address is not available.
-    """
+    """Return a listening socket, which reserves the address; connections wait until the server runs. Raises UsageError
+    if the address is not available."""
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,10 +152,8 @@ def bind_tcp(name: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a listening socket for this user only (mode 0600). Replaces a stale one.
-
-    Raises UsageError if another server listens at the path, or the socket cannot be created.
-    """
+    """Return a listening socket for this user only (mode 0600). Replaces a stale one. Raises UsageError if another
+    server listens at the path, or the socket cannot be created."""
     if Connection.is_open(path):
         raise UsageError(f"a server already listens on {path}", "see cacheblend serve --status; end it with --stop")
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,9 +197,7 @@ def remover(path: Path) -> Callable[[], None]:
 
 class Server(uvicorn.Server):
     """Serve until SIGINT, SIGTERM, --stop or --idle-exit. A second SIGINT stops without waiting for answers.
-
-    idle_exit_s: stop after this time without a request, 0: never. grace_s: time for answers to finish when stopping.
-    """
+    idle_exit_s: stop after this time without a request, 0: never. grace_s: time for answers to finish when stopping."""
 
     def __init__(
         self,
@@ -264,15 +258,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish and refuse new requests; keep listening meanwhile, so that /ready returns 503.
-
-        After grace_s, the remaining answers are cancelled with an error; clients that do not read it are disconnected.
-        """
+        """Let answers finish and refuse new requests; keep listening meanwhile, so that /ready returns 503. After
+        grace_s, the remaining answers are cancelled with an error; clients that do not read it are disconnected."""
         self._warm.leave()
         await self._requests_end(self._grace_s)
         if self._state.active and not self.force_exit:
             logger.warning("the server is stopping; cancelled answers: %d", self._state.active)
-            self._state.engine.cancel_all()
+            self._state.engine.service.cancel_all()
             await self._requests_end(_ERROR_S)
         self._state.end_requests()  # that the engine has not ended
         await self._requests_end(_ERROR_S)

@@ -75,7 +75,8 @@ class Api:
 
 def make_server(api: Api, *, lists_documents: Callable[[], bool] = lambda: True) -> MCPServer[Any]:
     """Return the MCP server. lists_documents: whether to ask the engine for resources; otherwise the list is empty."""
-    _keep_logging()
+    if not logging.root.handlers and logging.lastResort is not None:
+        logging.root.addHandler(logging.lastResort)  # without a handler the SDK configures the root logger
     server = _Server(api, lists_documents)
     tools = Tools(api)
     server.add_tool(tools.search, title="Search documents", annotations=_READS)
@@ -195,12 +196,6 @@ class Tools:
             return await self._api.call(method, path, body)
         except CacheBlendError as error:
             raise ToolError(_message(error)) from error
-
-
-def _keep_logging() -> None:
-    """Add a root handler, without which the SDK configures the root logger."""
-    if not logging.root.handlers and logging.lastResort is not None:
-        logging.root.addHandler(logging.lastResort)
 
 
 def _reference(chunk: dict[str, Any]) -> dict[str, Any]:

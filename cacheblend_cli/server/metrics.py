@@ -78,7 +78,6 @@ class Metrics:
         self._first.observe(seconds)
 
     def answer(self, answer: Answer) -> None:
-        """Record a finished answer."""
         if answer.timing.decode_tokens_per_s > 0:
             self._each.observe(1 / answer.timing.decode_tokens_per_s)
         for chunk in answer.chunks:
@@ -86,7 +85,6 @@ class Metrics:
         self._loaded.inc(answer.kv_bytes_loaded)
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

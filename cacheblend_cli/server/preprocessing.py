@@ -100,11 +100,8 @@ class PreparedRequest:
 
 
 async def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
-    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Stores nothing.
-
-    Chunk order: documents of the request, named chunks, search hits. Raises ApiError, UsageError, NotFoundError and
-    StoreErrors.
-    """
+    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Stores nothing. Chunk order:
+    documents of the request, named chunks, search hits. Raises ApiError, UsageError, NotFoundError and StoreErrors."""
     cancellation, pool = Cancellation(), state.pools.for_text(parsed.num_characters)
     return await state.in_pool(parsed.tenant, lambda: _prepare(state, parsed, cancellation), pool, cancellation)
 
@@ -129,7 +126,10 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
     body, tenant = parsed.body, parsed.tenant
     settings = _with_blend(state.settings, body)
     retrieves = _retrieves(state, parsed)
-    search = None
+    search, own = None, state.engine.template.wording.prompt
+    prompt: str | None = PLAIN
+    if body.wants_chunks or retrieves:
+        prompt = f"{CHUNKS}\n\n{QUESTION}" if parsed.passages_only and own == DEFAULT else None
     if (searched := SearchIn() if retrieves else body.wanted_search) is not None:
         params = SearchParams.of(replace(settings, top_k=searched.k or settings.top_k))
         search = replace(params, query=searched.query or "", optional=retrieves)
@@ -146,7 +146,7 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
         tenant=tenant.name,
         search=search,
         system=parsed.system,
-        prompt=_prompt(state, parsed) if body.wants_chunks or retrieves else PLAIN,
+        prompt=prompt,
         raw=parsed.raw,
         model_sampling=(),
         options=AskOptions(
@@ -163,11 +163,6 @@ def _retrieves(state: ServerState, parsed: ParsedRequest) -> bool:
     if not any(parsed.history[::2]) and not has_telling_words(parsed.text[:_LOOKED_AT]):  # "what can you do?"
         return False
     return has_documents(state.store, state.engine.usable(state.store, parsed.tenant.salt))
-
-
-def _prompt(state: ServerState, parsed: ParsedRequest) -> str | None:
-    own = state.engine.template.wording.prompt
-    return f"{CHUNKS}\n\n{QUESTION}" if parsed.passages_only and own == DEFAULT else None
 
 
 def _with_blend(settings: Settings, body: AskBody) -> Settings:

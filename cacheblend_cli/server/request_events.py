@@ -27,7 +27,7 @@ class RequestEvents:
                 with suppress(RuntimeError):  # the event loop is already closed
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        self._handle = state.engine.submit(request, put)
+        self._handle = state.engine.service.submit(request, put)
         self._end = lambda: queue.put_nowait(Failed(server_stopping()))
         state.on_end.add(self._end)
 
@@ -37,7 +37,7 @@ class RequestEvents:
     def __exit__(self, *_: object) -> None:
         self._state.on_end.discard(self._end)
         if not self._ended:
-            self._state.engine.cancel(self._handle)
+            self._state.engine.service.cancel(self._handle)
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until the end, Done last. Raises the error of a failed request, ApiError without an answer."""

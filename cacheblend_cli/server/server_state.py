@@ -105,7 +105,7 @@ class ServerState:
     _last_use: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine.stats, self.store.tier)
+        self.metrics = Metrics(lambda: self.engine.service.stats(), self.store.tier)
 
     @property
     def model(self) -> str:
@@ -156,7 +156,7 @@ class ServerState:
 
     async def in_engine(self, work: Callable[[], T]) -> T:
         """Run work in the engine's thread. Raises ApiError if the server stops first."""
-        return await self.unless_ended(asyncio.wrap_future(self.engine.between_steps(work)))
+        return await self.unless_ended(asyncio.wrap_future(self.engine.service.between_steps(work)))
 
     async def unless_ended(self, result: asyncio.Future[T]) -> T:
         """Return the result. If the server stops first, cancels the future and raises ApiError."""
@@ -168,7 +168,7 @@ class ServerState:
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
         """Reserve room in the queue while `count` requests are prepared. Raises QueueFull."""
-        self.engine.check_room(self._preparing + count - 1)
+        self.engine.service.check_room(self._preparing + count - 1)
         self._preparing += count
         try:
             yield
@@ -188,7 +188,6 @@ class ServerState:
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Count a request as active."""
         self.active += 1
         try:
             yield

@@ -30,10 +30,8 @@ class ResponseBuilder(Protocol):
 async def respond(
     request: Request, state: ServerState, builder: ResponseBuilder, parsed: list[ParsedRequest], stream: str | None
 ) -> Response:
-    """Answer the prompts. stream: media type of a stream, None for one object.
-
-    Raises the error of a refused prompt before the response begins.
-    """
+    """Answer the prompts. stream: media type of a stream, None for one object. Raises the error of a refused prompt
+    before the response begins."""
     with state.preparing(len(parsed)):
         prepared = await unless_disconnected(request, _prepare_all(state, parsed))
     session = session_headers(request, prepared[0].request.named)

@@ -45,7 +45,6 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """Return whether no key is needed."""
         return not self._known
 
     @property
@@ -54,7 +53,6 @@ class Keyring:
 
     @property
     def has_tenants(self) -> bool:
-        """Return whether there are tenants besides the store's own."""
         return any(tenant.name for _, tenant in self._known)
 
     def tenant_of(self, authorization: str | None) -> Tenant | None:

@@ -72,7 +72,7 @@ class WarmSocket:
         yield {
             "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": state.model,
             "url": self._url, "socket": str(self._path), "up_s": round(time.time() - state.started, 1), "idle_s": round(state.idle_s, 1),
-            **vars(state.engine.stats()),
+            **vars(state.engine.service.stats()),
         }  # fmt: skip
 
     async def _stop(self, _: Record) -> AsyncIterator[Record]:

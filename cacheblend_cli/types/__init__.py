@@ -11,6 +11,7 @@ from cacheblend_cli.types.answer import (
     LayerStatus,
     PlannedChunk,
     Risk,
+    TierUse,
     Timing,
     TokenUse,
     Verification,
@@ -40,7 +41,6 @@ from cacheblend_cli.types.sampling import (
     model_sampled,
     sampling_of,
 )  # fmt: skip
-from cacheblend_cli.types.tier import TierUse
 
 __all__ = [
     "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer",

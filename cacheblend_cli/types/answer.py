@@ -8,13 +8,11 @@ from typing import Any, Literal
 
 from cacheblend_cli.types.auto import AutoReport
 from cacheblend_cli.types.sampling import TokenLogprob
-from cacheblend_cli.types.tier import TierUse
 
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "handed_over"]
 
 
 class LayerStatus(IntEnum):
-    DECODE = -1
     PREFILL = 0
     CHECK = 1
     AFTER_CHECK = 2
@@ -103,6 +101,18 @@ class Risk:
     tokens: int = 0  # tokens that were judged
     full_prefill_at: int | None = None  # 0 if the answer is a full prefill's, else None
     seconds: float = 0.0  # duration of judging
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """Counts of a tier for one prompt."""
+
+    asked: int  # chunks without KV in the store
+    found: int  # asked chunks that the tier has
+    taken: int  # chunks loaded whole
+    lost: int  # chunks found, but late, unreadable or damaged
+    num_bytes: int
+    seconds: float  # from the first request to the last answer
 
 
 SCHEMA_VERSION = 1

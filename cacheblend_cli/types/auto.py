@@ -71,11 +71,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class AutoReport:
-    """Prediction and outcome of one prompt.
-
-    The JSON form has seconds: predicted_ttft_s, ttft_s, and the prediction for a full prefill; a layer's recompute and
-    load time, which are weighed against each other; the totals of computing and loading; and the speeds behind them.
-    """
+    """Prediction and outcome of one prompt. The JSON form has seconds: predicted_ttft_s, ttft_s, and the prediction for
+    a full prefill; a layer's recompute and load time, which are weighed against each other; the totals of computing and
+    loading; and the speeds behind them."""
 
     decision: Decision
     speeds: Speeds

@@ -188,7 +188,7 @@ def test_an_interrupt_says_what_is_true_of_the_command(
         assert message == "interrupted"
         return hint
 
-    for name in ("run_alone", "events", "precompute"):
+    for name in ("events", "precompute"):
         monkeypatch.setattr(Engine, name, stop)
     assert interrupted("precompute", "docs")
     assert interrupted("precompute", "docs", "--dry-run") == ""

@@ -43,7 +43,7 @@ def held(service: AsyncEngine) -> threading.Event:
     """The engine does nothing until this is set."""
     go, began = threading.Event(), threading.Event()
 
-    def wait(runtime: object) -> None:
+    def wait() -> None:
         began.set()
         assert go.wait(WAIT_S)
 
@@ -184,17 +184,17 @@ def test_the_requests_of_a_step_that_fails_end_and_later_ones_are_answered(
 
 
 def test_work_runs_in_the_engines_thread(stored: StoredEngine, service: AsyncEngine) -> None:
-    thread = service.between_steps(lambda runtime: threading.current_thread().name).result(WAIT_S)
+    thread = service.between_steps(lambda: threading.current_thread().name).result(WAIT_S)
     assert thread == "cacheblend-engine"
     with pytest.raises(ZeroDivisionError):
-        service.between_steps(lambda runtime: 1 // 0).result(WAIT_S)
-    assert service.between_steps(lambda runtime: runtime.context).result(WAIT_S) == 1024
+        service.between_steps(lambda: 1 // 0).result(WAIT_S)
+    assert service.between_steps(lambda: stored.engine.context).result(WAIT_S) == 1024
 
 
 def test_an_answer_goes_on_between_two_pieces_of_work(stored: StoredEngine, service: AsyncEngine) -> None:
     go = held(service)
     listener, _ = submit(service, stored.request(stored.question(max_tokens=100, logprobs=0)))
-    lengths = [service.between_steps(lambda runtime: len(listener.events)) for _ in range(20)]
+    lengths = [service.between_steps(lambda: len(listener.events)) for _ in range(20)]
     go.set()
     counts = [length.result(WAIT_S) for length in lengths]
     assert len(set(counts[-15:])) == 15

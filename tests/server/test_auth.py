@@ -157,7 +157,7 @@ def test_a_full_queue_says_when_to_come_back(server: Any, monkeypatch: pytest.Mo
     def submit(*_: Any) -> None:
         raise QueueFull(3, 6.2)
 
-    monkeypatch.setattr(server.state.engine, "submit", submit)
+    monkeypatch.setattr(server.state.engine.service, "submit", submit)
     for stream in (False, True):
         reply = server.ask(stream=stream)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "7")
@@ -171,7 +171,7 @@ def test_a_client_that_leaves_is_cancelled(server: Any) -> None:
     with socket.create_connection((address.host, address.port)) as connection:
         connection.sendall(head.encode() + body)
         connection.recv(10)  # the answer has begun
-    while not (stats := server.state.engine.stats()).cancelled:
+    while not (stats := server.state.engine.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1
 
@@ -182,7 +182,9 @@ def test_an_answer_finishes_when_the_server_ends(server: Any) -> None:
     with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        server.state.engine.between_steps(lambda: release.wait(30))  # the answer is in progress when the server ends
+        server.state.engine.service.between_steps(
+            lambda: release.wait(30)
+        )  # the answer is in progress when the server ends
         server.end()
         while not server.state.draining:
             pass

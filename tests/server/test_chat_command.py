@@ -30,7 +30,7 @@ def test_turns_are_the_same_with_an_engine_and_without(chat: Any, start: Any) ->
     warm = chat(*lines, flags=("-v",))
     assert cold[:2] == warm[:2]
     assert (cold[2].count("by the engine"), warm[2].count("by the engine")) == (0, 2)
-    assert server.state.engine.stats().finished == 2
+    assert server.state.engine.service.stats().finished == 2
     assert chat(*lines, flags=("--local",))[1] == cold[1]
 
 

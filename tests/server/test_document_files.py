@@ -104,7 +104,7 @@ def test_a_client_that_leaves_stores_nothing(server: Any) -> None:
         began.set()
         go.wait(WAIT_S)
 
-    server.state.engine.between_steps(hold)
+    server.state.engine.service.between_steps(hold)
     assert began.wait(WAIT_S)
     headers = {"Accept": "text/event-stream", "Content-Type": "text/plain"}
     with server.client.stream("PUT", "/v1/documents/diary", content=b"Mara counts parrots", headers=headers) as reply:
@@ -112,7 +112,7 @@ def test_a_client_that_leaves_stores_nothing(server: Any) -> None:
     while server.state.active:
         pass
     go.set()
-    server.state.engine.between_steps(lambda: None).result(WAIT_S)  # behind the launch and its undoing
+    server.state.engine.service.between_steps(lambda: None).result(WAIT_S)  # behind the launch and its undoing
     assert server.client.get("/v1/documents").json()["data"] == []
     with server.state.store.read() as reader:
         assert reader.entries("chunks") <= 1  # the prompt's prefix

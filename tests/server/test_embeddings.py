@@ -107,8 +107,8 @@ def test_the_engine_has_no_part_in_it(server: Any, monkeypatch: pytest.MonkeyPat
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(server.state.engine, "between_steps", refuse)
-    monkeypatch.setattr(server.state.engine, "submit", refuse)
+    monkeypatch.setattr(server.state.engine.service, "between_steps", refuse)
+    monkeypatch.setattr(server.state.engine.service, "submit", refuse)
     assert server.client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
 
 

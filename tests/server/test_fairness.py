@@ -132,7 +132,7 @@ def test_a_conversion_ends_with_its_client(start: Any, slow: Conversions) -> Non
     assert slow.cancelled.acquire(timeout=WAIT_S)
     wait_until_idle(server)
     assert server.state.body_bytes == 0
-    assert server.state.pools.heavy.num_queued == 0
+    assert not server.state.pools.heavy._queues
 
 
 def test_a_queued_upload_is_dropped_with_its_client(start: Any, slow: Conversions) -> None:
@@ -204,14 +204,14 @@ def test_a_stopping_server_ends_conversions(start: Any, slow: Conversions) -> No
 
 def test_a_put_that_is_being_stored_ends_with_its_client(start: Any) -> None:
     server, go, began = start(KEYS), threading.Event(), threading.Semaphore(0)
-    between_steps = server.state.engine.between_steps
+    between_steps = server.state.engine.service.between_steps
     between_steps(lambda: go.wait(WAIT_S))
 
     def note(work: Any) -> Any:
         began.release()
         return between_steps(work)
 
-    server.state.engine.between_steps = note
+    server.state.engine.service.between_steps = note
     body = httpx.Request("PUT", "http://a", json={"text": PAGE}).content
     leave_after(server, "/v1/documents/a", body, "application/json", began)
     wait_until_idle(server)

@@ -202,7 +202,7 @@ def test_a_client_that_leaves_ends_its_answer(server: Any) -> None:
             headers={"Accept": "application/json, text/event-stream"},
             timeout=0.05,
         )
-    while server.state.active or server.state.engine.stats().running:
+    while server.state.active or server.state.engine.service.stats().running:
         pass
 
 

@@ -164,8 +164,10 @@ def test_thinking(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told = post(server, "show", model="tiny").json()
     assert told["capabilities"] == ["completion", "thinking"]
     submitted: list[Any] = []
-    submit = server.state.engine.submit
-    monkeypatch.setattr(server.state.engine, "submit", lambda made, tell: submitted.append(made) or submit(made, tell))
+    submit = server.state.engine.service.submit
+    monkeypatch.setattr(
+        server.state.engine.service, "submit", lambda made, tell: submitted.append(made) or submit(made, tell)
+    )
     for think in (True, False, None):
         assert post(server, "chat", model="tiny", messages=ASKED, think=think).status_code == 200
     assert [made.sampling.reasoning_tokens for made in submitted] == [None, 0, None]
@@ -208,7 +210,7 @@ def test_a_client_that_leaves_a_stream_is_cancelled(server: Any) -> None:
     with server.client.stream("POST", "/api/chat", json=body) as reply:
         next(reply.iter_lines())
     for _ in range(200):
-        if server.state.engine.stats().cancelled:
+        if server.state.engine.service.stats().cancelled:
             break
         server.client.get("/health")
-    assert server.state.engine.stats().cancelled == 1
+    assert server.state.engine.service.stats().cancelled == 1

@@ -65,6 +65,6 @@ def test_replies_are_as_described(server: Any) -> None:
                 if "Unsatisfiable" not in type(error).__name__:
                     raise
     assert sum(asked.values()) > 1000, asked
-    stats = server.state.engine.stats()
+    stats = server.state.engine.service.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     Ledger().add("HTTP API fuzzed by schemathesis", cases=sum(asked.values()), operations=len(asked))

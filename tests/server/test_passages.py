@@ -202,12 +202,12 @@ def test_what_the_model_sees(start: Any, engine: Any) -> None:
 
     def prompt(messages: list[dict[str, str]]) -> str:
         submitted = []
-        submit = server.state.engine.submit
-        server.state.engine.submit = lambda made, tell: submitted.append(made) or submit(made, tell)
+        submit = server.state.engine.service.submit
+        server.state.engine.service.submit = lambda made, tell: submitted.append(made) or submit(made, tell)
         try:
             assert server.ask(messages=messages).status_code == 200
         finally:
-            server.state.engine.submit = submit
+            server.state.engine.service.submit = submit
         return decode(submitted[0].plan.token_ids, skip_special_tokens=False)
 
     text = prompt(user(WEBUI))

@@ -15,7 +15,6 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.engine.async_engine import Limits
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.server.document_routes import count_documents
 
@@ -32,7 +31,7 @@ def num_chunks(server: Any) -> int:
 def held(server: Any) -> Iterator[None]:
     """The engine's thread is busy meanwhile."""
     go, began = threading.Event(), threading.Event()
-    server.state.engine.between_steps(lambda: (began.set(), go.wait(WAIT_S)))
+    server.state.engine.service.between_steps(lambda: (began.set(), go.wait(WAIT_S)))
     assert began.wait(WAIT_S)
     try:
         yield
@@ -102,7 +101,7 @@ def test_a_full_queue_refuses_before_anything_is_prepared(start: Any, monkeypatc
         assert go.wait(WAIT_S)
         raise AssertionError("no second request is prepared")
 
-    monkeypatch.setattr(resolve, "sent_document", sent)
+    monkeypatch.setattr("cacheblend_cli.collect.texts.sent_document", sent)
     first = threading.Thread(target=lambda: server.ask(documents=[{"text": PAGE}]))
     first.start()
     assert began.wait(WAIT_S)
@@ -160,7 +159,7 @@ def test_a_killed_put_is_not_found(server: Any, engine: Engine) -> None:
     state = server.state
     document = document_of(put_name("", "new"), PAGE, None)
     putting = Putting(engine.runtime.collection(), state.store, document, CollectSettings())
-    while state.engine.between_steps(lambda: putting.collect()).result(WAIT_S):
+    while state.engine.service.between_steps(lambda: putting.collect()).result(WAIT_S):
         pass
     assert server.client.post("/v1/search", json={"query": "billing"}).json()["data"] == []
     putting.commit()

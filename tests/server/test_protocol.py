@@ -7,8 +7,7 @@ import tracemalloc
 import pytest
 
 from cacheblend_cli.server.api_errors import ApiError
-from cacheblend_cli.server.bodies import AskBody, FormatIn, SchemaIn, parse
-from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
+from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, FormatIn, SchemaIn, parse
 from cacheblend_cli.server.preprocessing import read_messages
 
 CHAT = b'{"messages": [{"role": "user", "content": "who?"}], %s}'

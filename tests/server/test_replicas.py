@@ -76,11 +76,11 @@ def test_a_session_stays_with_its_replica_and_moves_when_that_ends(proxy: tuple[
 
     def ask(number: int, session: str | None = None) -> tuple[int, str]:
         """Which replica answered, and the session's name."""
-        before = [r.state.engine.stats().finished for r in replicas]
+        before = [r.state.engine.service.stats().finished for r in replicas]
         body = {"messages": [{"role": "user", "content": "who?"}], "documents": PAGES[number], "max_tokens": 2}
         reply = client.post("/v1/chat/completions", json=body, headers={HEADER: session} if session else {})
         assert reply.status_code == 200
-        after = [r.state.engine.stats().finished for r in replicas]
+        after = [r.state.engine.service.stats().finished for r in replicas]
         [served] = [i for i in (0, 1) if after[i] > before[i]]
         return served, reply.headers[HEADER]
 

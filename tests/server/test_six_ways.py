@@ -48,7 +48,7 @@ def test_one_question_in_six_ways(cli: Cli, start: Any, model: Path, tmp_path: P
 
     for record in (*map(json.loads, batch), *warm):
         assert (record["generated_ids"], record["logprobs"]) == expected
-    assert server.state.engine.stats().finished == 3  # the warm ones were asked of it
+    assert server.state.engine.service.stats().finished == 3  # the warm ones were asked of it
     assert chat == text + "\n"
     assert [answer.generated_ids for answer in python] == [expected[0]] * 3
     assert choice["message"]["content"] == text

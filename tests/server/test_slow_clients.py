@@ -147,7 +147,9 @@ def test_a_server_that_stops_is_not_ready(server: Any) -> None:
     with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 60}) as reply:
         lines = reply.iter_lines()
         next(lines)
-        server.state.engine.between_steps(lambda: release.wait(30))  # the answer ends after what is asked of the server
+        server.state.engine.service.between_steps(
+            lambda: release.wait(30)
+        )  # the answer ends after what is asked of the server
         server.end()
         with httpx.Client(base_url=server.client.base_url) as other:  # a connection of its own
             while (ready := other.get("/ready")).status_code != 503:
@@ -171,7 +173,7 @@ def test_streams_end_with_their_error(start: Any, stuck: bool, log: Any, told_so
             lines = reply.iter_lines()
             next(lines)
             if stuck:
-                server.state.engine.between_steps(lambda: release.wait(30))
+                server.state.engine.service.between_steps(lambda: release.wait(30))
             server.end()
             rest = [line for line in lines if line]
     finally:
@@ -186,7 +188,7 @@ def test_streams_end_with_their_error(start: Any, stuck: bool, log: Any, told_so
 def test_what_waits_for_the_engine_ends_with_an_error(start: Any, log: Any, told_soon: None) -> None:
     server = start(grace_s=0.2)
     release, replies = threading.Event(), []
-    server.state.engine.between_steps(lambda: release.wait(30))
+    server.state.engine.service.between_steps(lambda: release.wait(30))
     asking = threading.Thread(target=lambda: replies.append(server.ask()))
     asking.start()
     while not server.state.active:
@@ -202,7 +204,7 @@ def test_a_step_that_does_not_end_is_not_ready(server: Any, monkeypatch: pytest.
     assert server.client.get("/ready").json() == {"status": "ready"}
     monkeypatch.setattr(async_engine, "STUCK_S", 0.05)
     release = threading.Event()
-    done = server.state.engine.between_steps(lambda: release.wait(30))
+    done = server.state.engine.service.between_steps(lambda: release.wait(30))
     while (reply := server.client.get("/ready")).status_code != 503:
         pass
     assert reply.json() == {"status": "stuck"}

@@ -101,4 +101,4 @@ def test_a_warm_answer_reports_the_tier_and_the_ratio_as_a_local_one(
     assert list(ours["tier"]) == list(theirs["tier"])
     assert (ours["tier"]["found"], theirs["tier"]["found"]) == (3, 3)
     assert list(ours["auto"]) == list(theirs["auto"])
-    assert server.state.engine.stats().finished == 1
+    assert server.state.engine.service.stats().finished == 1

@@ -47,14 +47,14 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
             for chunk in chunks:
                 chunk.pop("recomputed", None), chunk.pop("status")
         assert ours["chunks"] == theirs["chunks"]
-    assert server.state.engine.stats().finished == (0 if "--dry-run" in flags else 2)
+    assert server.state.engine.service.stats().finished == (0 if "--dry-run" in flags else 2)
 
 
 def test_a_piped_document_is_sent_along(cli: Cli, server: Any) -> None:
     asked = ("ask", "who keeps the harbor?", "--json", "--ids")
     warm, cold = cli(*asked, stdin="Jonas keeps it.\n"), cli(*asked, "--local", stdin="Jonas keeps it.\n")
     assert (warm.code, cold.code) == (0, 0), warm.err + cold.err
-    assert server.state.engine.stats().finished == 1
+    assert server.state.engine.service.stats().finished == 1
     for name in ("answer", "prompt_ids"):
         assert warm.records[0][name] == cold.records[0][name]
     assert {c["source"] for r in (warm, cold) for c in r.records[0]["chunks"]} == {"stdin"}
@@ -112,7 +112,7 @@ def test_a_batch_is_answered_by_the_engine(cli: Cli, server: Any, tmp_path: Path
     assert [r["question"] for r in ours] == [row["question"] for row in rows]
     assert [r.get("generated_ids") for r in ours] == [r.get("generated_ids") for r in theirs]
     assert "error" in ours[2]
-    assert server.state.engine.stats().finished == 4
+    assert server.state.engine.service.stats().finished == 4
     assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
     assert "4 answers in" in warm.err
     plans = cli(*batch[:3], "--dry-run", "--json")
@@ -139,7 +139,7 @@ def test_what_an_engine_leaves_of_a_batch_is_answered_here(
     done = cli("ask", "--batch", "q.jsonl", "--json", "--concurrency", "1")
     assert done.code == 0, done.err
     assert [json.loads(line)["question"] for line in done.out.splitlines()] == [row["question"] for row in rows]
-    assert server.state.engine.stats().finished == 2
+    assert server.state.engine.service.stats().finished == 2
 
 
 def test_a_search_by_an_engine_over_the_store(cli: Cli, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
         whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
         streamed = pool.submit(server.client.post, "/v1/chat/completions", json=body | {"stream": True})
         events = connection.request("ask", AskRequest.of(resolved, "who?").wire)
-        while server.state.engine.stats().running < 3:
+        while server.state.engine.service.stats().running < 3:
             pass
         server.end()
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopping")
@@ -264,7 +264,7 @@ def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server
         server.end()
         while path.exists():
             pass
-        assert server.state.engine.stats().running == 1
+        assert server.state.engine.service.stats().running == 1
         assert ENGINE not in cli(*ASK).last
         server.state.engine.close()
 
@@ -295,7 +295,7 @@ def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     assert connection is not None
     with connection:
         next(connection.request("ask", AskRequest.of(resolved, "who?").wire))
-    while not (stats := server.state.engine.stats()).cancelled:
+    while not (stats := server.state.engine.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1
 

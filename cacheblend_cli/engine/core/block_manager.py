@@ -11,12 +11,9 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class BlockManager:
-    """Gives sequences their blocks.
-
-    watermark: share of the pool that a prompt leaves free, for answers that grow. enable_prefix_caching: see `Limits`.
-    window: largest sliding window of the layers, None if one of them has none. Blocks that are in use at the beginning,
-    such as the spare one for padding batches, are never given out.
-    """
+    """Gives sequences their blocks. watermark: share of the pool that a prompt leaves free, for answers that grow.
+    enable_prefix_caching: see `Limits`. window: largest sliding window of the layers, None if one of them has none.
+    Blocks that are in use at the beginning, such as the spare one for padding batches, are never given out."""
 
     def __init__(
         self,

@@ -46,7 +46,8 @@ class EngineCore:
         """memory: pool of a single request, None for a shared one."""
         self._runtime, self._extensions, decoder = runtime, extensions, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
-        self.worker = runtime.worker(memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences))
+        memory = memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences)
+        self.worker = runtime.driver.worker(decoder, memory)
         # where RoPE depends on the prompt's length, so does KV
         caches = limits.enable_prefix_caching and decoder.rope.switches_at is None
         windows = [layer.attention.sliding_window for layer in decoder.layers]

@@ -103,7 +103,6 @@ class Channels:
         return piece + self._turn(final)
 
     def _turn(self, final: bool) -> str:
-        """Return the tag between the last channel and the next."""
         was, self._reasoning = self._reasoning, not final
         if was:
             return THINK.close if final else "\n"

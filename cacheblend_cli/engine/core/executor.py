@@ -67,9 +67,8 @@ class Executor:
         request, hit, takers = state.request, prefill.hit_tokens, [h for h in state.hooks if h.outputs_from is not None]
         plan = request.plan.with_prefix_cache(hit) if hit else request.plan
         blocks = tuple(sequence.paged.blocks)
-        given = PrefillInput(
-            prefill.number, plan, blocks, request.blend, request.lossless, self._slice_rows, state.outputs_from
-        )
+        how = request.blend, request.lossless, self._slice_rows, state.outputs_from
+        given = PrefillInput(prefill.number, plan, blocks, *how)
 
         def on_logits(logits: Tensor) -> None:
             for hook in takers:
@@ -101,7 +100,10 @@ class Executor:
         decoding: dict[DecodeBackend, list[Sequence]] = {self._own: []}  # the own one first
         for sequence in step.decode:
             try:
-                decoding.setdefault(self._decoder_of(sequence), []).append(sequence)
+                # its KV is handed over to another decoder before the first token there
+                others = () if sequence.state.decodes_here else self._others
+                backend = next((other for other in others if other.takes(sequence, self._worker)), self._own)
+                decoding.setdefault(backend, []).append(sequence)
             except Exception as error:
                 output.failed.append((sequence, error))
         for backend, sequences in decoding.items():
@@ -119,9 +121,3 @@ class Executor:
                 if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
                     out = replace(out, logits=out.logits.clone())
                 output.decoded.append(Decoded(batch, out))
-
-    def _decoder_of(self, sequence: Sequence) -> DecodeBackend:
-        """Return the sequence's decoder. Its KV is handed over before that decoder's first token."""
-        if sequence.state.decodes_here:
-            return self._own
-        return next((other for other in self._others if other.takes(sequence, self._worker)), self._own)

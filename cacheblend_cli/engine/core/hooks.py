@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -57,8 +57,8 @@ class Hook:
         """Called when the answers are complete. Return a further request to run before they are reported."""
         return None
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        """Fill in the reports of the answers, which may be partial ones."""
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        """Fill in the report of answer `index`, which may be a partial one."""
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
         """Called when the complete answers are reported. Return work to do before the request ends, at most one launch

@@ -86,7 +86,6 @@ class OutputProcessor:
         return self.take_events()
 
     def flush(self) -> None:
-        """Append the pending tokens."""
         pending, self.pending = self.pending, {}
         self.append(pending)
 
@@ -340,8 +339,9 @@ class OutputProcessor:
                     if event.text:
                         self._emit(state, event)
         answers = [answer_of(self._runtime, state.done, generation) for generation in made]
-        for hook in state.hooks:
-            hook.on_answers(state.done, list(zip(made, answers, strict=True)))
+        for generation, answer in zip(made, answers, strict=True):
+            for hook in state.hooks:
+                hook.on_answer(state.done, generation.index, answer)
         return answers
 
     def _fail(self, state: RequestState, error: Exception) -> None:

@@ -52,9 +52,8 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation) -> 
     """Return the answer, without reports of features. done: its prefilled prompt."""
     request, plan, loader, chosen = done.request, done.plan, done.loader, done.result.chosen.tolist()
     if generation.reasoning_cut:
-        request.notes.append(
-            f"the reasoning was ended after {request.sampling.reasoning_tokens:,} tokens (--reasoning-tokens)"
-        )
+        most = request.sampling.reasoning_tokens
+        request.notes.append(f"the reasoning was ended after {most:,} tokens (--reasoning-tokens)")
     return Answer(
         text=generation.text,
         reasoning=generation.reasoning,

@@ -70,12 +70,10 @@ class Scheduler:
         return [s for state in self.states for s in state.sequences if s.status is status]
 
     def add(self, state: RequestState) -> None:
-        """Queue a request."""
         state.provenance = provenance_of(state, self.slice_rows)
         insort(self.states, state, key=attrgetter("turn"))
 
     def restart(self, sequence: Sequence) -> None:
-        """Queue the sequence's prompt again."""
         sequence.release(SequenceStatus.WAITING)
         sequence.state.provenance = provenance_of(sequence.state, self.slice_rows)
         if sequence in self._step.begin:
@@ -169,12 +167,10 @@ class Scheduler:
         return self.blocks.can_swap_in(sequence.kv_len, kept.num_freed_blocks, kept.num_blocks)
 
     def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Allocate the prompt's blocks, and begin it."""
         state = sequence.state
         sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
-        sequence.prefill = RunningPrefill(
-            self.worker, next(self._numbers), hit.num_tokens, self._short_rows(state, hit)
-        )
+        rows, number = self._short_rows(state, hit), next(self._numbers)
+        sequence.prefill = RunningPrefill(self.worker, number, hit.num_tokens, rows)
         sequence.status = SequenceStatus.RUNNING
         self._step.begin.append(sequence)
 

@@ -73,7 +73,6 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids of the prompt and the answer."""
         generated = self.output.out.token_ids if self.output else []
         return [*self.state.request.plan.token_ids, *generated]
 
@@ -89,13 +88,11 @@ class Sequence:
         return 1 if self.output is None else max(1, len(self.token_ids) - self.state.num_tokens + 1)
 
     def stop_prefill(self) -> None:
-        """End its prefill in the worker."""
         if self.prefill is not None:
             self.prefill.worker.end(self.prefill.number)
         self.prefill = None
 
     def release(self, status: SequenceStatus) -> None:
-        """Give back its blocks and swapped KV."""
         self.stop_prefill()
         if self.paged is not None:
             self.paged.release()
@@ -146,7 +143,6 @@ class RequestState:
 
     @property
     def num_started(self) -> int:
-        """Number of answers begun so far."""
         return sum(sequence.output is not None for sequence in self.sequences)
 
     @property
@@ -162,7 +158,6 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens to prefill."""
         return self.request.plan.num_tokens
 
     @property

@@ -69,9 +69,8 @@ class SequenceOutput:
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         template = runtime.template
-        self._detokenizer = Detokenizer(
-            runtime.model.tokenizer, params.stop, template.opens_reasoning, template.reasoning_tags
-        )
+        opened, tags = template.opens_reasoning, template.reasoning_tags
+        self._detokenizer = Detokenizer(runtime.model.tokenizer, params.stop, opened, tags)
         self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._detokenizer.closing)
         self._closing, self._thought = deque[int](), 0
         self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -38,11 +36,10 @@ class WatchedAnswers(Hook):
     def on_attention(self, index: int, weights: Tensor) -> None:
         self._shares[index].add(weights)
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        for generation, answer in made:
-            if (shares := self._shares[generation.index].of_chunks()) is not None:
-                uses = zip(answer.chunks, shares, strict=True)
-                answer.chunks = [replace(chunk, attention=round(share, 4)) for chunk, share in uses]
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        if (shares := self._shares[index].of_chunks()) is not None:
+            uses = zip(answer.chunks, shares, strict=True)
+            answer.chunks = [replace(chunk, attention=round(share, 4)) for chunk, share in uses]
 
 
 class AttentionShares:

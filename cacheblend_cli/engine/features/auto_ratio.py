@@ -13,7 +13,6 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -36,9 +35,8 @@ class AutoRatio(Hook):
     def __init__(self, runtime: Runtime, report: AutoReport) -> None:
         self._runtime, self._report = runtime, report
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        for _, answer in made:
-            answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> None:
         """Update the speeds. On a GPU a prefill ends when its token is read."""
@@ -112,7 +110,6 @@ class Controller:
 
 
 def controller_of(runtime: Runtime, request: Request) -> Controller:
-    """Return the runtime's controller for the request's codec."""
     codec = request.collection.codec
     if codec not in runtime.controllers:
         runtime.controllers[codec] = Controller(runtime, codec)
@@ -132,7 +129,6 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
 
 
 def workload(request: Request) -> Workload:
-    """Return the prompt's workload under request.blend."""
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
@@ -155,7 +151,6 @@ def workload(request: Request) -> Workload:
 
 
 def _of_tier(request: Request) -> dict[str, Any]:
-    """Return the workload's fields for KV from the tier."""
     tier = None if request.store is None else request.store.tier
     if tier is None or request.tiered is None:
         return {}

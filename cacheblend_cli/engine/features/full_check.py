@@ -20,7 +20,7 @@ from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distributi
 from cacheblend_cli.blend.risk import RiskFile, RiskFit, signals_of
 from cacheblend_cli.engine.core.hooks import Begun, Further, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.device_time import DeviceTime
@@ -103,7 +103,6 @@ class Checks(Hook):
         return FullCheck(self._runtime, self, self._report.request, draft, replaces=replaces).further()
 
     def _is_risky(self) -> bool:
-        """Return whether the complete answer's risk exceeds the limit."""
         if self._fit is None or self._report is None:
             return False
         self.risk = Risk(0.0, self.limit)
@@ -112,9 +111,8 @@ class Checks(Hook):
             self.risk = Risk(float(1 - (1 - of_tokens).prod()), self.limit, len(of_tokens))
         return self.risk.estimate > self.limit
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        for _, answer in made:
-            answer.verify, answer.confirmation, answer.risk = self.verification, self.confirmation, self.risk
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        answer.verify, answer.confirmation, answer.risk = self.verification, self.confirmation, self.risk
 
 
 class FullCheck(Hook):

@@ -8,7 +8,6 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -25,9 +24,8 @@ class KeptChunks(Hook):
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        for _, answer in made:
-            answer.tier = None if report.request.tiered is None else report.request.tiered.use
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        answer.tier = None if report.request.tiered is None else report.request.tiered.use
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
         request = report.request

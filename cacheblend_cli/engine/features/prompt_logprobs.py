@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
-from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import logprobs_of
@@ -39,6 +36,5 @@ class PromptLogprobs(Hook):
         if len(ids):
             self._found += logprobs_of(logits[: len(ids)], ids, self._top)
 
-    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
-        for _, answer in made:
-            answer.prompt_logprobs = list(self._found)
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        answer.prompt_logprobs = list(self._found)

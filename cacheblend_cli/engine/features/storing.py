@@ -59,9 +59,7 @@ def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[P
             continue
         if of.planned is not None:
             planned[segment.key] = replace(of.planned, key=segment.key)
-        elif (known := of.manifest) is not None and store.has_chunk(
-            known.key
-        ):  # else it went while the answer was made
+        elif (known := of.manifest) is not None and store.has_chunk(known.key):  # else it went meanwhile
             own = known.key == segment.key
             left, context = (known.left_context_ids, known.context) if own else ((), "sink")
             chunk = Chunk(known.index, known.text, segment.token_ids, *known.span)

@@ -82,7 +82,6 @@ class RankGroup:
         return self.is_lost or self._ending.is_set()
 
     def close(self) -> None:
-        """End the other ranks."""
         if self._ending.is_set():
             return
         self._ending.set()
@@ -125,7 +124,6 @@ class RankGroup:
         return subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def _join(self) -> None:
-        """Wait until every rank has started."""
         until = time.monotonic() + START_S
         for rank in range(1, self.size):
             while not self._store.check([f"here/{rank}"]):

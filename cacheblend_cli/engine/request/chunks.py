@@ -13,7 +13,7 @@ from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
 from cacheblend_cli.corpus.citations import Citation, Citations
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import RequestChunk, to_compute
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.types import Scope
@@ -127,12 +127,6 @@ def request_chunks(
             "precompute)"
         )
     return tuple(found)
-
-
-def check_named(store: ChunkStore | None, keys: Sequence[bytes], planned: Mapping[bytes, PlannedChunk]) -> None:
-    """Raise UsageError for named chunks without a store."""
-    if store is None and any(key not in planned for key in keys):
-        raise UsageError("--chunks needs a store", "give --store")
 
 
 def _as_input(

@@ -13,10 +13,8 @@ from cacheblend_cli.types import MODEL_SAMPLED, SamplingParams
 
 
 def as_the_model(sampling: SamplingParams, fields: Collection[str], model: LoadedModel) -> SamplingParams:
-    """Return the sampling with these fields from the model's generation_config.json, where it has them.
-
-    Raises UsageError for a value that is not valid.
-    """
+    """Return the sampling with these fields from the model's generation_config.json, where it has them. Raises
+    UsageError for a value that is not valid."""
     if not fields:
         return sampling
     named = model_sampling(model)

@@ -65,7 +65,6 @@ class Request:
 
     @property
     def named(self) -> tuple[bytes, ...]:
-        """Keys of the chunks in the request."""
         return tuple(chunk.named for chunk in self.chunks)
 
     @property
@@ -75,7 +74,6 @@ class Request:
 
     @property
     def source(self) -> KVSource | None:
-        """Source of cached KV."""
         return self.tiered or self.store
 
     @cached_property
@@ -127,7 +125,6 @@ class Request:
 
 
 def not_used(key: bytes, reason: str) -> str:
-    """Return a note that stored KV was not used."""
     return f"stored KV {key.hex()[:12]} is not used, it is computed: {reason}"
 
 

@@ -14,7 +14,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.profile import with_own_ratio
-from cacheblend_cli.engine.request.chunks import ChunkRecords, check_named, in_stored_codec, request_chunks
+from cacheblend_cli.engine.request.chunks import ChunkRecords, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
@@ -32,7 +32,6 @@ def resolve(
     prompts: Prompts,
     store: ChunkStore | None,
     ask: AskRequest,
-    *,
     say: Say | None = None,
     collect: Callable[[], CollectSettings] | None = None,
     suffix_ids: tuple[int, ...] | None = None,
@@ -54,14 +53,15 @@ def resolve(
         )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
     ask = prompts.dated(store, replace(ask, sampling=sampling))
-    _check_size(prompts, ask)
+    texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
+    prompts.check_characters(sum(map(len, texts)), 0)
     planned = _planned(prompts, ask, collect, cancellation)
     with ChunkRecords(store, ask.cite_first) as stored:
         ask, found = _searched(prompts, store, stored, ask, planned, say)
         started, notes = time.perf_counter(), found.notes
-        check_named(store, ask.keys, planned)
-        collection = prompts.collection_of(ask)
-        collection = in_stored_codec(collection, prompts, stored, ask.keys)
+        if store is None and any(key not in planned for key in ask.keys):
+            raise UsageError("chunks are named, and there is no store", "give --store")
+        collection = in_stored_codec(prompts.collection_of(ask), prompts, stored, ask.keys)
         if collection.day is not None:
             notes += age_note(collection.day)
         chunks = request_chunks(collection, stored, ask.keys, planned, found.ranks, notes)
@@ -112,19 +112,12 @@ def resolve(
     )
 
 
-def _check_size(prompts: Prompts, ask: AskRequest) -> None:
-    """Raise PromptTooLong for texts that cannot fit."""
-    texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
-    prompts.check_characters(sum(map(len, texts)), 0)
-
-
 def _planned(
     prompts: Prompts,
     ask: AskRequest,
     settings: Callable[[], CollectSettings] | None,
     cancellation: Cancellation | None,
 ) -> dict[bytes, PlannedChunk]:
-    """Return the chunks of the request's documents by key."""
     if not ask.documents:
         return {}
     from cacheblend_cli.collect.settings import CollectSettings
@@ -154,8 +147,6 @@ def _searched(
         except NotFoundError as error:
             if not ask.search.optional:
                 raise NothingFound(error.message, error.hint) from error
-            ask, found = (
-                replace(ask, prompt=PLAIN),
-                Retrieved(notes=["nothing stored matches: the answer is the model's own"]),
-            )
+            ask = replace(ask, prompt=PLAIN)
+            found = Retrieved(notes=["nothing stored matches: the answer is the model's own"])
     return replace(ask, keys=[*keys, *(key for key in found.keys if key not in keys)]), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from cacheblend_store import ChunkManifest, ChunkStore
@@ -37,11 +38,8 @@ def ask_tier(
 ) -> TieredSource | None:
     """Ask the tier for the chunks of a prompt that have no KV in the store. None if nothing is missing. The longest
     wait for their KV is the time of a full prefill of num_tokens tokens."""
-    wanted = [
-        _expected(collection, c)
-        for c in chunks
-        if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids)
-    ]
+    missing = (c for c in chunks if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids))
+    wanted = [_expected(collection, c) for c in missing]
     if collection.prefix_ids and not has_prefix:
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
@@ -73,7 +71,6 @@ def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
 
 
 def remember_speed(tier: SharedTier) -> None:
-    """Keep the tier's measured speed for the next process."""
     if tier.latency_s and tier.bytes_per_s:
         record = {"latency_s": tier.latency_s, "bytes_per_s": tier.bytes_per_s}
         user_cache.keep(user_cache.place("tier", tier.tier.url), json.dumps(record))
@@ -82,12 +79,10 @@ def remember_speed(tier: SharedTier) -> None:
 def _recall_speed(tier: SharedTier) -> None:
     if tier.latency_s and tier.bytes_per_s:
         return
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         known = json.loads(user_cache.recall(user_cache.place("tier", tier.tier.url)))
         tier.latency_s = tier.latency_s or max(0.0, float(known["latency_s"]))
         tier.bytes_per_s = tier.bytes_per_s or max(0.0, float(known["bytes_per_s"]))
-    except (ValueError, KeyError, TypeError):
-        pass
 
 
 def _expected(collection: Collection, chunk: ChunkInput) -> ChunkManifest:

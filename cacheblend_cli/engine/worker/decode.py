@@ -85,11 +85,8 @@ class BatchRunner(EagerRunner):
 
 
 class GraphRunner:
-    """Keeps a graph for each bucket of batch size and context length, captured on first use.
-
-    The pool must outlive the runner and hold one block more than the sequences, for padding and for runs before a
-    capture.
-    """
+    """Keeps a graph for each bucket of batch size and context length, captured on first use. The pool must outlive the
+    runner and hold one block more than the sequences, for padding and for runs before a capture."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, capture: CaptureGraph | None = None) -> None:
         self._decoder, self._pool = decoder, pool

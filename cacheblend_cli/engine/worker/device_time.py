@@ -27,7 +27,6 @@ class DeviceTime:
     pieces: tuple[tuple[Mark, Mark], ...] = ()
 
     def plus(self, begin: Mark, end: Mark) -> DeviceTime:
-        """Return the time with one more piece of work."""
         return DeviceTime((*self.pieces, (begin, end)))
 
     @property

@@ -28,7 +28,6 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Return whether the answer is complete: no token may follow."""
         return bool(self._matcher.is_stopped())
 
     def allowed(self, logits: Tensor) -> Tensor:

@@ -110,10 +110,8 @@ class PrefillOutput:
 
 class PrefillState:
     """Prefill of one prompt into a sequence's blocks, step by step. Its stored KV loads from `__enter__` to `__exit__`.
-
     on_logits: callback for the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises
-    BadChunk, on creation and in each step, for unusable stored KV.
-    """
+    BadChunk, on creation and in each step, for unusable stored KV."""
 
     def __init__(
         self,
@@ -179,11 +177,8 @@ class PrefillState:
         return max(0, len(positions) - STEADY_ROWS) if is_last else len(positions)
 
     def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: Mark) -> PrefillOutput:
-        """Return the output of the next slice, which does not count as done yet.
-
-        hidden: rows from `outputs_from` on, if logits are wanted. logits: of the prompt's last row, fp32 [1,
-        vocab_size], after the last slice.
-        """
+        """Return the output of the next slice, which does not count as done yet. hidden: rows from `outputs_from` on,
+        if logits are wanted. logits: of the prompt's last row, fp32 [1, vocab_size], after the last slice."""
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):
@@ -212,10 +207,7 @@ class PrefillState:
 @torch.inference_mode()
 def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
     """Compute the next slice of a prompt, or the only slice of several short ones (`short_rows`), in one launch. RoPE
-    must have the same frequencies for all.
-
-    Raises BadChunk, after which every prompt can be computed again, alone.
-    """
+    must have the same frequencies for all. Raises BadChunk, after which every prompt can be computed again, alone."""
     decoder = prompts[0]._decoder
     start = mark(decoder.device)
     device, parts, ids, output_rows, ends = decoder.device, [], list[int](), list[int](), list[int]()

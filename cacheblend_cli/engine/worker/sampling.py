@@ -195,9 +195,7 @@ def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
 class Penalties:
     """Penalties for tokens that occurred before. The repetition penalty divides positive logits of tokens of the prompt
     and the answer, and multiplies negative ones, as in transformers. The frequency penalty is subtracted once for each
-    occurrence in the answer, the presence penalty once.
-
-    All state is on the logits' device, so that nothing waits."""
+    occurrence in the answer, the presence penalty once. All state is on the logits' device, so that nothing waits."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params, self._prompt_ids = params, prompt_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from cacheblend_cli.corpus.embedding import Embedder
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.embedding_routes import model_of, name_of
@@ -29,14 +28,9 @@ def check(state: ServerState, name: str) -> None:
         raise ApiError(404, f"model {name[:80]!r} not found", param="model", code="model_not_found")
 
 
-def list_models(state: ServerState) -> list[dict[str, Any]]:
-    """Return the chat models, since most clients offer every listed model. Embedding requests name their model."""
-    return [_language_model(state)]
-
-
 def running_models(state: ServerState) -> list[dict[str, Any]]:
     """Return the loaded language model. size: bytes of weights in memory; size_vram: bytes of these on a GPU."""
-    decoder, own = state.engine.model.decoder, _language_model(state)
+    decoder, own = state.engine.model.decoder, language_model(state)
     size = decoder.num_parameters * (1 if state.engine.model.weight_dtype == "int8" else decoder.dtype.itemsize)
     del own["modified_at"]
     vram = 0 if decoder.device.type == "cpu" else size
@@ -49,9 +43,10 @@ def show(state: ServerState, name: str) -> dict[str, Any]:
     if embedder is not None and tagged(name) == tagged(name_of(state)):
         size = {"embedding.embedding_length": embedder.dim, "embedding.context_length": embedder.most_tokens}
         info: dict[str, Any] = {"general.architecture": "embedding", **size}
-        return _shown(_embedding_model(state, embedder), info, ["embedding"], {})
+        details = {"format": "safetensors", "family": "embedding"}
+        return _shown(_entry(state, name_of(state), 0, embedder.digest, details), info, ["embedding"], {})
     check(state, name)
-    model, engine, sampling = _language_model(state), state.engine, state.sampling
+    model, engine, sampling = language_model(state), state.engine, state.sampling
     spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
@@ -71,7 +66,8 @@ def show(state: ServerState, name: str) -> dict[str, Any]:
     return _shown(model, info, capabilities, defaults, engine.model.tokenizer.template_source or "")
 
 
-def _language_model(state: ServerState) -> dict[str, Any]:
+def language_model(state: ServerState) -> dict[str, Any]:
+    """Describe the model that chats. It is the only one to list: most clients offer every listed one for chats."""
     model = state.engine.model
     family = str(model.decoder.spec.config.get("model_type") or "")
     dtype = str(model.decoder.dtype).removeprefix("torch.")
@@ -81,10 +77,6 @@ def _language_model(state: ServerState) -> dict[str, Any]:
     size = sum(file.stat().st_size for file in checkpoint_files(model.path))
     details = {"format": kind, "family": family, "parameter_size": parameters, "quantization_level": level}
     return _entry(state, state.model, size, model.fingerprint, details)
-
-
-def _embedding_model(state: ServerState, own: Embedder) -> dict[str, Any]:
-    return _entry(state, name_of(state), 0, own.digest, {"format": "safetensors", "family": "embedding"})
 
 
 def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[str, str]) -> dict[str, Any]:

@@ -45,17 +45,14 @@ class OllamaResponse:
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def full(self, ends: Sequence[Done], prepared: Sequence[PreparedRequest]) -> dict[str, Any]:
-        """Return one object with the answer."""
         [done], [one] = ends, prepared
         [answer] = done.answers
         logprobs = self._logprobs(answer.logprobs)
         return self._record(answer.text, answer.reasoning, **logprobs, **self._last(done, one))
 
     async def stream(self, events: AsyncIterator[Event], prepared: PreparedRequest) -> AsyncIterator[dict[str, Any]]:
-        """Yield an object for each piece of text, and a last one with statistics.
-
-        Log-probabilities come with the text that their tokens complete.
-        """
+        """Yield an object for each piece of text, and a last one with statistics. Log-probabilities come with the text
+        that their tokens complete."""
         tokens: list[TokenLogprob] = []
         async for event in events:
             if isinstance(event, Token):
@@ -120,8 +117,8 @@ async def version(_: Request, state: ServerState) -> Response:
 
 
 async def tags(request: Request, state: ServerState) -> Response:
-    found = await state.in_pool(tenant_of(request), lambda: models.list_models(state))
-    return JSONResponse({"models": found})
+    found = await state.in_pool(tenant_of(request), lambda: models.language_model(state))
+    return JSONResponse({"models": [found]})
 
 
 async def running(request: Request, state: ServerState) -> Response:
@@ -150,7 +147,6 @@ async def generate(request: Request, state: ServerState) -> Response:
 
 
 async def embed(request: Request, state: ServerState) -> Response:
-    """POST /api/embed."""
     started_ns = time.monotonic_ns()
     body = parse(OllamaEmbedBody, await any_body(request))
     body.check()

@@ -114,11 +114,8 @@ class OpenAIResponse:
     def _logprobs(
         self, logprobs: Sequence[TokenLogprob], offset: int = 0, first: Sequence[int] = ()
     ) -> dict[str, Any] | None:
-        """Return the log-probabilities in the API's form.
-
-        offset: number of characters of the preceding tokens. first: the prompt's first token id, which has no
-        log-probability.
-        """
+        """Return the log-probabilities in the API's form. offset: number of characters of the preceding tokens. first:
+        the prompt's first token id, which has no log-probability."""
         if not logprobs:
             return None
         if self.chat:

@@ -9,10 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.server.answer_report import AnswerReport
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.bodies import AskBody, parse
+from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, parse
 from cacheblend_cli.server.http import EVENTS, json_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.model_names import check_model
-from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
@@ -41,9 +40,8 @@ async def chat(request: Request, state: ServerState) -> Response:
     sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     work = parse_chat(state, body, tenant_of(request), body.messages, sampling)
     parsed = await unless_disconnected(request, work)
-    return await respond(
-        request, state, _response_builder(state, body, parsed), [parsed], EVENTS if body.stream else None
-    )
+    builder = _response_builder(state, body, parsed)
+    return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
 
 
 async def completions(request: Request, state: ServerState) -> Response:
@@ -55,9 +53,8 @@ async def completions(request: Request, state: ServerState) -> Response:
         raise bad_request("echo cannot be combined with documents, chunks or search", "echo")
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens must be 1 or more, or 0 with echo", "max_tokens")
-    sampling = sampling_of(
-        state.sampling, body, None if body.max_tokens is None else max(1, body.max_tokens), body.logprobs
-    )
+    max_tokens = None if body.max_tokens is None else max(1, body.max_tokens)
+    sampling = sampling_of(state.sampling, body, max_tokens, body.logprobs)
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]

@@ -110,9 +110,8 @@ class StateLayout:
         for index in layers:
             yield Field("type and row size of K", head)
             k = kv.layer(index).k
-            yield Field(
-                f"K of layer {index}", rows=k if self.order is None else k.index_select(-1, self.order.to(k.device))
-            )
+            k = k if self.order is None else k.index_select(-1, self.order.to(k.device))
+            yield Field(f"K of layer {index}", rows=k)
         for index in layers:
             yield Field("type and row size of V", head)
             yield Field(f"V of layer {index}", rows=kv.layer(index).v)
