@@ -205,7 +205,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     used = 1 << 28
     total = int((used + (1 << 20) + 64 * per_token) / 0.9) + 8000
     engine.runtime._memory = reserve(engine.model.decoder, engine.config, meter=Gauge(engine, total, used))
-    with pytest.raises(DeviceError, match="64 ") as caught:
+    with pytest.raises(DeviceError, match=r"hold 64$") as caught:
         engine.run_alone(None, AskRequest("where does Mara work? " * 20, [], BlendParams(), GREEDY))
     assert caught.value.hint is not None
     assert "--gpu-memory-utilization" in caught.value.hint

@@ -68,9 +68,13 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(powers: torch.dtype | No
 @pytest.mark.parametrize(
     ("sample", "change", "told"),
     [
-        ("nf4", lambda t: t.update({"layer.weight": t["layer.weight"][:-1]}), "half of 2560 bytes are implied"),
+        ("nf4", lambda t: t.update({"layer.weight": t["layer.weight"][:-1]}), "expected half of 2560 bytes"),
         ("nf4", lambda t: t.pop("layer.weight.absmax"), "layer.weight.absmax is not read: it is missing"),
-        ("nf4 nested", lambda t: t.update({"layer.weight.nested_absmax": torch.ones(3)}), "it has the shape [3]"),
+        (
+            "nf4 nested",
+            lambda t: t.update({"layer.weight.nested_absmax": torch.ones(3)}),
+            "expected shape [1], got [3]",
+        ),
         (
             "nf4",
             lambda t: t.update({"layer.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),

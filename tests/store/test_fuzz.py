@@ -243,4 +243,4 @@ def test_a_counter_that_is_wrong_is_named(tmp_path: Path) -> None:
             write_state(txn, dbs, wrong)
         [finding] = verify(store).findings
         assert f"{wrong.live_bytes:,} bytes of blobs" in finding.message
-        assert f"there are {right.live_bytes:,}" in finding.message
+        assert f"the actual number is {right.live_bytes:,}" in finding.message
