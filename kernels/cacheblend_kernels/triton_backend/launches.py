@@ -1,7 +1,6 @@
-"""Launches of Triton kernels. A launch like an earlier one skips most of Triton's work on the host.
+"""Launches of Triton kernels. A launch like an earlier one looks its compiled kernel up without Triton's binder.
 
-Triton binds the arguments of every launch, derives what the code is specialised on, and prints and looks up options: 20
-to 80 us of the host's time, more than many kernels take. A prefill makes 500 launches or more, alike in every layer.
+A prefill makes 500 launches or more, alike in every layer, and each takes tens of microseconds of the host's time.
 """
 
 from __future__ import annotations
