@@ -51,14 +51,15 @@ def compiling(arch: int, folder: Path) -> Iterator[None]:
     """Compile launches on CPU tensors instead of running them. folder: for temporary files."""
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Return nothing that a later launch could run."""
-        build_launcher(run(self, *args, grid=grid, warmup=True, **options))
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        build_launcher(kernel)
+        return kernel
 
     replaced = [
         *((module, "interpreted", lambda: True) for module in (triton_backend, checks)),  # CPU tensors are taken
         (checks, "_INTERPRETER", contextlib.nullcontext()),  # compile in several threads
-        (JITFunction, "run", compile_only),
+        (JITFunction, "run", launch),
         (driver, "_active", Driver(arch)),
         (build, "_load_module_from_path", lambda name, path: Unloaded()),  # loading needs a GPU's driver
         (triton.knobs.nvidia, "libcuda_path", libcuda_stub(folder)),

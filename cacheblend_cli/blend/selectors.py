@@ -6,6 +6,7 @@ types/blend.py names them. Other distributions install more (docs/extending.md).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,7 +47,7 @@ class Evidence(Protocol):
     def attention(self, candidates: Candidates) -> Tensor: ...
 
 
-class Selector:
+class Selector(ABC):
     """A selection policy."""
 
     # True: compares fresh with old KV, so tokens are chosen at the check layer; False: before layer 0
@@ -55,9 +56,9 @@ class Selector:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
+    @abstractmethod
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         """Return scores [n] fp32, not negative; the highest are recomputed first."""
-        raise NotImplementedError
 
 
 class HighestDeviation(Selector):

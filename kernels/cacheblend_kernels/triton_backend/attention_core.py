@@ -21,7 +21,6 @@ from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, Lay
 from cacheblend_kernels.triton_backend.checks import pool_bits
 from cacheblend_kernels.triton_backend.configs import TileConfig, padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
-from cacheblend_kernels.triton_backend.launches import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -244,9 +243,7 @@ def _unused(device: torch.device) -> tuple[Tensor, Tensor]:
 def join_splits(part: Tensor, lse: Tensor, out: Tensor) -> None:
     """out [num_rows, num_heads, head_dim] from part [num_rows, num_heads, splits, head_dim] and lse (base 2), fp32."""
     num_rows, num_heads, splits, head_dim = part.shape
-    launch(
-        join_splits_kernel,
-        (num_rows * num_heads,),
+    join_splits_kernel[(num_rows * num_heads,)](
         part,
         lse,
         out,

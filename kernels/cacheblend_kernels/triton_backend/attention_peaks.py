@@ -36,7 +36,6 @@ from cacheblend_kernels.triton_backend.checks import (
     pool_bits,
 )
 from cacheblend_kernels.triton_backend.configs import padded
-from cacheblend_kernels.triton_backend.launches import launch
 
 SPLITS = 16  # of the keys, whatever their number: one compiled kernel, and enough programs for few rows
 
@@ -238,8 +237,8 @@ def attention_peaks(
         "num_warps": num_warps,
     }
     with device_guard(q):
-        launch(row_lse_kernel, (num_kv_heads, tiles, SPLITS), sinks_ptr=params.sinks, **arguments)
-        launch(key_peaks_kernel, (num_kv_heads, -(-kv_len // block_n)), peaks_ptr=peaks.view(torch.int32), **arguments)
+        row_lse_kernel[(num_kv_heads, tiles, SPLITS)](sinks_ptr=params.sinks, **arguments)
+        key_peaks_kernel[(num_kv_heads, -(-kv_len // block_n))](peaks_ptr=peaks.view(torch.int32), **arguments)
 
 
 def tile_of(block_d: int, element_size: int) -> tuple[int, int, int]:

@@ -31,7 +31,6 @@ from cacheblend_kernels.triton_backend.checks import (
 )
 from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32, fp32_to_e4m3
-from cacheblend_kernels.triton_backend.launches import launch
 
 HEADS_PER_PROGRAM = 16
 DEVIATIONS = ("k", "v", "kv")
@@ -132,9 +131,7 @@ def rope_and_cache(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, sl
     kv_programs = -(-num_kv_heads // HEADS_PER_PROGRAM)
     q_in = k if q is None else q
     with device_guard(k):
-        launch(
-            rope_and_cache_kernel,
-            (num_rows, kv_programs + -(-num_heads // HEADS_PER_PROGRAM)),
+        rope_and_cache_kernel[(num_rows, kv_programs + -(-num_heads // HEADS_PER_PROGRAM))](
             q_in,
             k,
             v,
@@ -181,8 +178,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if num_rows == 0:
         return out
     with device_guard(x):
-        launch(
-            rope_and_cache_kernel, (num_rows, -(-num_heads // HEADS_PER_PROGRAM)),
+        rope_and_cache_kernel[(num_rows, -(-num_heads // HEADS_PER_PROGRAM))](
             x, x, x, cos, sin, out, out, out, None, None, None,
             x.stride(0), x.stride(0), x.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=1, HEAD_DIM=head_dim, BLOCK_HALF=padded(head_dim // 2),
@@ -250,9 +246,7 @@ def kv_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: s
         return out
     width = k.shape[1] * k.shape[2]
     with device_guard(k):
-        launch(
-            kv_deviation_kernel,
-            (k.shape[0],),
+        kv_deviation_kernel[(k.shape[0],)](
             k,
             v,
             pool_bits(cache.k),

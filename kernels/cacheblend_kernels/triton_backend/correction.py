@@ -43,7 +43,6 @@ from cacheblend_kernels.triton_backend.covariance import (
     halves_of,
     standardise_kernel,
 )
-from cacheblend_kernels.triton_backend.launches import launch
 
 BLOCK = 64  # rows of a tile
 INVERSE_BLOCK = 32  # recomputed rows of a block of the inverse: with 64 it would spill registers
@@ -308,9 +307,7 @@ def correct_stale(
     heads, tiles = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
     known_tiles = stride // BLOCK
     with device_guard(k):
-        launch(
-            chunk_spread_kernel,
-            (num_chunks, 2 * num_kv_heads),
+        chunk_spread_kernel[(num_chunks, 2 * num_kv_heads)](
             *pool,
             rows.starts,
             w.mean,
@@ -319,35 +316,29 @@ def correct_stale(
             BLOCK_ROWS=tiles.spread,
             num_warps=8,
         )
-        launch(
-            standardise_kernel, (num_chunks, rows.longest),
+        standardise_kernel[(num_chunks, rows.longest)](
             *pool, rows.starts, w.mean, w.spread, w.points, w.norms, w.sizes,
             **of_head, BLOCK_HEADS=heads, num_warps=4,
         )  # fmt: skip
-        launch(
-            change_kernel, (num_known,),
+        change_kernel[(num_known,)](
             k, v, *pool, rows.known, w.change, w.change_sizes, k.stride(0), v.stride(0),
             **of_head, BLOCK_HEADS=heads, num_warps=4,
         )  # fmt: skip
         common = torch.mm(rows.average, w.change[:, :width])
-        launch(
-            covariance_kernel, (num_chunks, known_tiles, -(-rows.longest // BLOCK)),
+        covariance_kernel[(num_chunks, known_tiles, -(-rows.longest // BLOCK))](
             w.points, w.norms, rows.starts, rows.known, rows.known_starts, w.covariance,
             rows.longest, prior.of_chunk, prior.of_near, *prior.lengths,
             WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tiles.channels, num_warps=4,
         )  # fmt: skip
-        launch(
-            inverse_kernel, (num_chunks,),
+        inverse_kernel[(num_chunks,)](
             w.covariance, w.change_sizes, rows.starts, rows.known, rows.known_starts, w.inverse,
             rows.longest, stride, prior.noise, prior.least_noise, BLOCK_M=INVERSE_BLOCK, num_warps=8,
         )  # fmt: skip
-        launch(
-            weights_kernel, (num_chunks, known_tiles, -(-2 * width // BLOCK)),
+        weights_kernel[(num_chunks, known_tiles, -(-2 * width // BLOCK))](
             w.inverse, w.change, common, rows.known_starts, w.weights, stride, 1 - prior.common,
             K_WIDTH=width, BLOCK_M=BLOCK, BLOCK_W=BLOCK, num_warps=4,
         )  # fmt: skip
-        launch(
-            move_stale_kernel, (num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads),
+        move_stale_kernel[(num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads)](
             w.covariance, w.weights, *pool, rows.starts, rows.known_starts, w.sizes, rows.longest,
             **of_head, BLOCK_M=tiles.known, BLOCK_N=tiles.moved, DAMPED=damped, num_warps=4,
         )  # fmt: skip

@@ -29,7 +29,6 @@ from cacheblend_kernels.triton_backend.attention_core import (
 )
 from cacheblend_kernels.triton_backend.checks import check, check_attention, check_sequences, device_guard
 from cacheblend_kernels.triton_backend.configs import LaunchPlan, decode_config, num_context_splits
-from cacheblend_kernels.triton_backend.launches import launch
 
 
 @triton.jit(do_not_specialize=["first_slot", "table_stride", "window"])
@@ -137,9 +136,7 @@ def decode_attention(
     )
     part, lse = split_buffers(q, splits)
     with device_guard(q):
-        launch(
-            decode_attention_kernel,
-            (num_kv_heads, num_seqs, splits),
+        decode_attention_kernel[(num_kv_heads, num_seqs, splits)](
             kv_lens_ptr=meta.kv_lens,
             num_stages=config.stages(contiguous),
             **attention_arguments(q, cache, meta, params, config, (out, part, lse)),

@@ -31,7 +31,6 @@ from cacheblend_kernels.triton_backend.checks import (
 )
 from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32, e5m2_to_fp32
-from cacheblend_kernels.triton_backend.launches import launch
 
 BLOCK_HEADS = 8
 
@@ -194,9 +193,7 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
     num_kv_heads, head_dim = cache.k.shape[2:]
     block = mixed_block(head_dim) if codec == "codes" else 1
     with device_guard(stored.k):
-        launch(
-            load_kv_kernel,
-            (num_rows, -(-num_kv_heads // BLOCK_HEADS)),
+        load_kv_kernel[(num_rows, -(-num_kv_heads // BLOCK_HEADS))](
             pool_bits(stored.k),
             pool_bits(stored.v),
             slots.cos,

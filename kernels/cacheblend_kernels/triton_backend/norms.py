@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cacheblend_kernels.triton_backend.checks import FLOATS, check, check_device, device_guard, once
 from cacheblend_kernels.triton_backend.configs import padded
-from cacheblend_kernels.triton_backend.launches import launch
 
 MAX_WIDTH = 32768
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -112,8 +111,7 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: 
         return
     block, rows, warps = norm_tile(width)
     with device_guard(x):
-        launch(
-            rms_norm_kernel, (-(-num_rows // rows),),
+        rms_norm_kernel[(-(-num_rows // rows),)](
             x, residual, weight, out, num_rows, x.stride(0), head_stride, eps,
             HEADS=heads, WIDTH=width, BLOCK=block, ROWS=rows, ADD=residual is not x, num_warps=warps,
         )  # fmt: skip
@@ -144,9 +142,7 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     if out.numel() == 0:
         return out
     with device_guard(gate_up):
-        launch(
-            act_and_mul_kernel,
-            (num_rows, -(-width // ACTIVATION_BLOCK)),
+        act_and_mul_kernel[(num_rows, -(-width // ACTIVATION_BLOCK))](
             gate_up,
             out,
             width,

@@ -56,7 +56,6 @@ from cacheblend_kernels.triton_backend.configs import (
     pick_prefill_config,
     prefill_configs,
 )
-from cacheblend_kernels.triton_backend.launches import launch
 
 
 @triton.jit
@@ -315,9 +314,7 @@ def prefill_attention(
     k_desc, v_desc = tile_descriptors(cache, config.block_n) if tma else (None, None)
     part, lse = split_buffers(q, splits)
     with device_guard(q):
-        launch(
-            prefill_attention_kernel,
-            (num_kv_heads, tiles, splits),
+        prefill_attention_kernel[(num_kv_heads, tiles, splits)](
             k_desc=k_desc,
             v_desc=v_desc,
             positions_ptr=meta.positions,

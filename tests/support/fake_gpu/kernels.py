@@ -36,7 +36,6 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 def watch_launches(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
     """Check and count launches of Triton kernels, without running them."""
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -50,12 +49,7 @@ def watch_launches(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
                 )
         gpu.note("launch", kernel.__name__)
 
-    class Driver:
-        def get_current_device(self) -> int:
-            return 0
-
     patch.setattr(JITFunction, "run", run)
-    patch.setattr(driver, "_active", Driver())
 
 
 def compute_with_torch(gpu: FakeGpu, patch: pytest.MonkeyPatch, backend: type[KernelBackend]) -> None:
