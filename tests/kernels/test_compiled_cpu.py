@@ -72,6 +72,7 @@ def test_prefill_attention(
     matrices: bool,
     threads: None,
 ) -> None:
+    torch.manual_seed(0)  # the last case has one row: its error varies by more than a tenth from draw to draw
     num_keys = 700
     k, v = (torch.randn(num_keys, heads[1], width).bfloat16() for width in (dim, v_dim))
     params = AttentionParams(dim**-0.5, window, cap, torch.randn(heads[0]) if sinks else None)
