@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +28,6 @@ from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.host_memory import available_memory, total_memory
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.machine_speeds import describe as describe_speeds
-from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
 FREE_SHARE = 0.25  # of a CPU's available memory, or of half of all where that is unknown, for a shared pool
-TOLD_FROM = 2 << 30  # bytes of weights that are packed at every start
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
 
@@ -111,7 +108,7 @@ class Runtime(Prompts):
             runtime.driver = driver
         else:
             config = replace(config, tensor_parallel=1)
-            precision = Precision(config.dtype, config.weight_dtype, round(config.weights_cache_gb * 2**30))
+            precision = Precision(config.dtype, config.weight_dtype)
             lora = Path(config.lora).expanduser() if config.lora else None
             shares = progress and _shares(progress, name)
             runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora, shares), config)
@@ -219,7 +216,7 @@ class Runtime(Prompts):
             "prompt": self.template.wording.source(self.model.path),
             **kv_facts(spec, self.config.kv_dtype, decoder.dtype, bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
-            **(describe_speeds(spec, decoder.dtype, self.model.weight_dtype) if decoder.device.type == "cpu" else {}),
+            **(describe_speeds(spec) if decoder.device.type == "cpu" else {}),
         }
 
 
@@ -247,14 +244,5 @@ def _notices(model: LoadedModel, config: EngineConfig) -> Iterator[str]:
         yield slower
     elif device.type == "cuda" and config.attention_backend == "auto" and model.spec.latent is not None:
         yield f"attention over latents (MLA) on {device} runs on torch's operations: the GPU kernels do not support it"
-    if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(model.spec, model.decoder.dtype)):
-        yield vain
-    if (size := model.uncached_bytes) >= TOLD_FROM:
-        gb = math.ceil(size / 2**30 + 0.5)
-        yield (
-            f"{size / 2**30:.1f} GiB of weights are packed at every start: to keep them on disk, "
-            f"cacheblend config set weights_cache_gb {gb} (and four times that of free disk); to keep them in memory, "
-            "cacheblend serve --background"
-        )
     if not config.lora and (adapter := unused_adapter(model.path)):
         yield adapter

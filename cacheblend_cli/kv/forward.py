@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.linear import decoding
 
 T = TypeVar("T")
 Pass = Generator[int, None, T]
@@ -85,10 +86,12 @@ class Hidden:
 
     delta: Tensor  # the last layer's addition to the residual stream, [num_rows, hidden_size]
     residual: Tensor  # residual stream, [num_rows, hidden_size]
+    decode: bool  # of a decode step
 
     def logits(self, decoder: Decoder, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return logits, fp32 [num_rows, vocab_size]."""
-        return decoder.logits(self.delta[rows], self.residual[rows])
+        with decoding(self.decode):
+            return decoder.logits(self.delta[rows], self.residual[rows])
 
 
 def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps | None = None) -> Tensor:
@@ -120,22 +123,23 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
         if residual is not None:
             yield num_rows
         step, num_rows = steps.at(layer), len(rows)
-        h, residual = decoder.input_norm(layer, delta, residual)
-        del delta  # free tensors before attention and MLP: activations are most of a pass's memory
-        q, rows, residual = _project(layer, h, residual, rows, step, steps)
-        del h
-        if q is None:
-            return None
-        steps.queries(layer, q, rows)
-        if step.stop:
-            return None
-        output = attend(layer, q, rows)
-        del q
-        steps.attended(layer, output)
-        delta, residual = layer.finish(output, residual, rows.token_ids)
-        del output
+        with decoding(rows.decode):
+            h, residual = decoder.input_norm(layer, delta, residual)
+            del delta  # free tensors before attention and MLP: activations are most of a pass's memory
+            q, rows, residual = _project(layer, h, residual, rows, step, steps)
+            del h
+            if q is None:
+                return None
+            steps.queries(layer, q, rows)
+            if step.stop:
+                return None
+            output = attend(layer, q, rows)
+            del q
+            steps.attended(layer, output)
+            delta, residual = layer.finish(output, residual, rows.token_ids)
+            del output
     assert residual is not None
-    return Hidden(delta, residual)
+    return Hidden(delta, residual, rows.decode)
 
 
 def _project(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cacheblend_cli.model.linear import Linear, linear
 from cacheblend_cli.model.module_weights import ModuleWeights, Norm
 from cacheblend_cli.model.spec import StreamsSpec
 
@@ -24,7 +23,7 @@ class Streams:
     def __init__(self, weights: ModuleWeights, streams: StreamsSpec) -> None:
         self._split, self._merge = (
             [
-                linear(weights.tensors.pop(f"{n}.{i}.weight"), weight_dtype=weights.weight_dtype)
+                weights.product(f"{n}.{i}")
                 for i in range(1, streams.count)
             ]
             for n in ("streams_in", "streams_out")
@@ -48,12 +47,12 @@ class AltUp:
 
     def __init__(self, weights: ModuleWeights, streams: StreamsSpec) -> None:
         self.active, self._count = streams.active, streams.count
-        norm = weights.tensors["streams_norm.weight"].float() / weights.spec.hidden_size
+        norm = weights.tensor("streams_norm.weight").float() / weights.spec.hidden_size
         self._norm = Norm(weights.kernels, norm, weights.spec.rms_norm_eps)
         self._router, self._predict, self._correct = (
-            Linear(weights.tensors[f"streams_{name}.weight"]) for name in ("router", "predict", "correct")
+            weights.product(f"streams_{name}") for name in ("router", "predict", "correct")
         )
-        self._scale = weights.tensors["streams_scale"] if streams.scaled else None
+        self._scale = weights.tensor("streams_scale") if streams.scaled else None
 
     def predict(self, streams: Tensor) -> Tensor:
         """Return each stream plus a mixture of all, weighted by the active one: [num_rows, streams, hidden_size]."""

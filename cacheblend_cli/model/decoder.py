@@ -5,24 +5,22 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
-from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads
+from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads, compiled
 from torch import Tensor
 
 from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.latent import Latent
-from cacheblend_cli.model.linear import STEADY_ROWS, Product, linear, may_give_rows
+from cacheblend_cli.model.linear import STEADY_ROWS, Embedding, Weight, linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.module_weights import ModuleWeights, Norm
-from cacheblend_cli.model.packed_file import members_of
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.token_input import TokenInput, TokenInputs
 from cacheblend_cli.model.weight_map import num_parameters
-from cacheblend_cli.model.weights import IN_FILE
+from cacheblend_cli.model.weights import Weights
 
 
 def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,8 +30,6 @@ def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Te
     residual = residual.add_(delta)
     return residual, residual
 
-
-SMALL_HEAD = 64 << 20  # bytes; a smaller tied head may be held twice where rows cannot be read out of the packed one
 
 
 class DecoderLayer:
@@ -54,19 +50,19 @@ class DecoderLayer:
         self.index, self.spec, self.kernels, self.rope, self.part = index, spec, weights.kernels, rope, part
         self._summed = part.ranks.sum  # over the ranks, of results with each one's part of the weights
         self.token_inputs: TokenInputs | None = None
-        tensors, latent = weights.tensors, spec.latent
+        latent = spec.latent
         self.num_kv_heads, self.head_dim = spec.heads_of(index)
         self.own_kv = spec.kv_layer(index) == index
         q_size = spec.num_heads * self.head_dim if latent is None else latent.query_rank or spec.q_size
         if latent is not None:
             self._latent = Latent(weights, latent)
-        self._qkv = _ByRows(tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias"), q_size, weights.weight_dtype)
+        self._qkv = _ByRows(weights.weights["qkv_proj.weight"], weights.optional("qkv_proj.bias"), q_size)
         self._values_of_keys = spec.shapes is not None and spec.shapes.values_of_keys[index]
         self._v_norm: Norm | None = None
         if spec.v_norm:
-            ones = tensors["q_norm"].new_ones(self.head_dim)
+            ones = weights.tensor("q_norm").new_ones(self.head_dim)
             self._v_norm = Norm(weights.kernels, ones, spec.rms_norm_eps)
-        self._scalar = tensors.get("layer_scalar")
+        self._scalar = weights.optional("layer_scalar")
         self._token_input = TokenInput(weights) if spec.token_width else None
         self._o = weights.product("o_proj")
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
@@ -84,9 +80,9 @@ class DecoderLayer:
         self._low_rank = LowRank(weights) if spec.streams is not None else None
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
-        self.q_norm, self.k_norm = tensors.get("q_norm"), tensors.get("k_norm")
+        self.q_norm, self.k_norm = weights.optional("q_norm"), weights.optional("k_norm")
         scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        sinks = tensors["sinks"].float() if spec.sinks else None
+        sinks = weights.tensor("sinks").float() if spec.sinks else None
         self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,8 +188,8 @@ class DecoderLayer:
 class Decoder:
     """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and their kernel backend.
 
-    - weights: as returned by `load_weights`; they are popped from it
-    - weight_dtype: storage of the weights, see `linear`
+    - weights: as returned by `load_weights`
+    - dtype: compute dtype
     - steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU)
     - part: this rank's part of the model; its layers have only the rank's heads; inputs and results are the whole
     model's
@@ -205,29 +201,17 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, Tensor],
+        weights: Weights,
         kernels: KernelBackend,
-        weight_dtype: str = "auto",
+        dtype: torch.dtype,
         part: Shard | None = None,
     ) -> None:
         """part: None for the whole model."""
-        self.spec, self.kernels, self.part = spec, kernels, part or Shard(spec)
-        in_file = weights.get(IN_FILE)
-        self.embedding: Tensor | None = weights.pop("embed") if in_file is None else in_file
-        """Embedding; None where the packed head holds it."""
-        outer = ModuleWeights(self.own_spec, weights, kernels, weight_dtype)
+        self.spec, self.kernels, self.part, self.dtype = spec, kernels, part or Shard(spec), dtype
+        outer = ModuleWeights(self.own_spec, weights, kernels)
         self.norm = outer.norm("norm")
-        head = weights.pop("lm_head")
-        self.device, self.dtype = self.norm.weight.device, head.dtype
-        apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
-        small = head.numel() * head.itemsize <= SMALL_HEAD
-        readable = not apart and self.part.is_whole and weight_dtype == "auto" and may_give_rows(head)
-        self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small or readable)
-        if readable and self._head.gives_rows:
-            self.embedding = None
-        elif readable and not small:  # the packed head is a second copy
-            self._head = linear(head, weight_dtype=weight_dtype, pack=False)
-        del head
+        self.device = self.norm.weight.device
+        self._embedding, self._head = Embedding(weights["embed"]), linear(weights["lm_head"])
         self.rope = LayerRotations(spec, self.device)
         self.layers = [DecoderLayer(i, outer, rope, self.part) for i, rope in enumerate(self.rope.of_layer)]
         if spec.token_width:
@@ -240,10 +224,10 @@ class Decoder:
     @cached_property
     def steady_rows(self) -> int:
         """Rows from which a row's result does not depend on the number of rows, if `steady`: 1 or STEADY_ROWS."""
-        spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
+        spec = self.spec
         # these models have other matrix products too
         others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
-        return 1 if self.part.is_whole and not others and all(p.is_steady for p in products) else STEADY_ROWS
+        return 1 if self.part.is_whole and not others and compiled.multiplies(self.dtype) else STEADY_ROWS
 
     @property
     def own_spec(self) -> ModelSpec:
@@ -257,12 +241,10 @@ class Decoder:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self.part.is_whole:
-            own = self._head.rows(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
-            return own.to(self.dtype)
-        assert self.embedding is not None
+            return self._embedding(token_ids, self.dtype)
         first, end = self.part.vocabulary
         other = (token_ids < first) | (token_ids >= end)
-        own = F.embedding((token_ids - first).masked_fill(other, 0), self.embedding).to(self.dtype)
+        own = self._embedding((token_ids - first).masked_fill(other, 0), self.dtype)
         return self.part.ranks.sum(own.masked_fill_(other[:, None], 0))
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -295,21 +277,15 @@ class Decoder:
 
 
 class _ByRows:
-    """A projection whose first and remaining rows are also available separately, since packed weights cannot be
-    sliced."""
+    """A projection whose first and remaining outputs are also available separately."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
-        cut = None if bias is None else (bias[:count], bias[count:])
-        self.first = linear(weight[:count], None if cut is None else cut[0], weight_dtype=weight_dtype)
-        self.rest = self.first  # without a rest, `rest` is never used
-        if count < weight.shape[0]:
-            self.rest = linear(weight[count:], None if cut is None else cut[1], weight_dtype=weight_dtype)
-        self._whole = None if self.first.packed else linear(weight, bias, weight_dtype=weight_dtype)
-        self._sizes = (count, weight.shape[0] - count)
+    def __init__(self, weight: Weight, bias: Tensor | None, count: int) -> None:
+        self.first, self.rest = (
+            linear(weight[rows], None if bias is None else bias[rows]) for rows in (slice(count), slice(count, None))
+        )
+        self._whole, self._sizes = linear(weight, bias), (count, len(weight) - count)
 
     def both(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first rows of the product, and the rest."""
-        if self._whole is None:
-            return self.first(h), self.rest(h)
+        """Return the first outputs of the product, and the rest."""
         first, rest = self._whole(h).split(self._sizes, dim=-1)
         return first, rest

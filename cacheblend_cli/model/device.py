@@ -53,20 +53,13 @@ def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: 
         )
 
 
-def check_host_room(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str, available: int | None) -> None:
-    """Raise DeviceError if the weights of the layers exceed the host's available bytes, before the system kills the
+def check_host_room(needed: int, dtype: torch.dtype, available: int | None) -> None:
+    """Raise DeviceError if the weights that are copied exceed the host's available bytes, before the system kills the
     process. available: None if unknown."""
-    if spec.generic or available is None:
-        return
-    count = num_parameters(spec) - spec.vocab_size * spec.hidden_size  # an embedding may stay in its file
-    needed = count * (1 if weight_dtype == "int8" else dtype.itemsize)
-    if needed > available:
-        smaller = "use a smaller model, or end other programs"
-        if weight_dtype != "int8" and torch.cpu._is_vnni_supported():
-            smaller = f"--weight-dtype int8 takes {_gib(count)}; or {smaller}"
-        stored_as = "int8" if weight_dtype == "int8" else _name(dtype)
+    if available is not None and needed > available:
         raise DeviceError(
-            f"the weights take {_gib(needed)} in {stored_as}; {_gib(available)} of memory are available", smaller
+            f"the weights take {_gib(needed)} in {_name(dtype)}; {_gib(available)} of memory are available",
+            "use a smaller model, or a GGUF file, which stays in its file; or end other programs",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheblend_cli.model.linear import STEADY_ROWS, Linear
+from cacheblend_cli.model.linear import STEADY_ROWS, Linear, MappedLinear, linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.module_weights import ModuleWeights, Norm
 from cacheblend_cli.model.spec import ExpertsSpec
@@ -24,15 +24,14 @@ class Experts:
     weights; the experts' weights are removed from them, and stay in the compute dtype."""
 
     def __init__(self, weights: ModuleWeights, experts: ExpertsSpec) -> None:
-        tensors = weights.tensors
         self._spec, self._activation, self._kernels = experts, weights.spec.activation, weights.kernels
-        self._router = Linear(tensors["router.weight"], tensors.get("router.bias"), pack=False)
-        routed, correction = experts.routing is not None, tensors.get("router_correction")
-        self._routing = Router(experts, tensors["router.weight"], correction) if routed else None
-        self._shared_gate = tensors.get("shared_gate.weight")
-        self._up, self._down = (_each(len(experts.on_rank), tensors, name) for name in ("experts_up", "experts_down"))
-        self._shared = MLP(replace(weights, weight_dtype="auto")) if experts.shared_width else None
-        self._expert_scale = tensors.get("expert_scale")
+        self._router = weights.product("router")
+        routed, correction = experts.routing is not None, weights.optional("router_correction")
+        self._routing = Router(experts, weights.tensor("router.weight"), correction) if routed else None
+        self._shared_gate = weights.optional("shared_gate.weight")
+        self._up, self._down = (_each(len(experts.on_rank), weights, name) for name in ("experts_up", "experts_down"))
+        self._shared = MLP(weights) if experts.shared_width else None
+        self._expert_scale = weights.optional("expert_scale")
 
     def __call__(self, h: Tensor, router_input: Tensor | None = None) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. router_input: the router's input, by default h."""
@@ -114,7 +113,7 @@ class ExpertsBeside:
     def __init__(
         self, weights: ModuleWeights, experts: ExpertsSpec, norms: Mapping[str, Callable[[Tensor], Tensor]]
     ) -> None:
-        scale = weights.tensors["router_scale"].float() * weights.spec.hidden_size**-0.5
+        scale = weights.tensor("router_scale").float() * weights.spec.hidden_size**-0.5
         self._experts = Experts(weights, experts)
         self._router_norm = Norm(weights.kernels, scale, weights.spec.rms_norm_eps)
         self._dense_out, self._in, self._out = (norms[n] for n in ("dense_out", "experts_in", "experts_out"))
@@ -134,8 +133,8 @@ def _steady(own: Tensor, num_rows: int) -> Tensor:
     return F.pad(own, (0, 0, 0, missing)) if missing > 0 and num_rows >= STEADY_ROWS and not own.is_cuda else own
 
 
-def _each(count: int, weights: MutableMapping[str, Tensor], name: str) -> list[Linear]:
-    """Return one product per expert, packed separately."""
-    biases = weights.pop(f"{name}.bias", None)
-    of_each = weights.pop(f"{name}.weight").unflatten(0, (count, -1))
-    return [Linear(of_each[e], None if biases is None else biases.view(count, -1)[e]) for e in range(count)]
+def _each(count: int, weights: ModuleWeights, name: str) -> list[Linear | MappedLinear]:
+    """Return one product per expert."""
+    weight, biases = weights.weights[f"{name}.weight"], weights.optional(f"{name}.bias")
+    rows = [slice(i * len(weight) // count, (i + 1) * len(weight) // count) for i in range(count)]
+    return [linear(weight[own], None if biases is None else biases[own]) for own in rows]

@@ -18,10 +18,10 @@ class Latent:
 
     def __init__(self, weights: ModuleWeights, latent: LatentSpec) -> None:
         self._latent, self._num_heads = latent, weights.spec.num_heads
-        self._kv_norm = Norm(weights.kernels, weights.tensors["kv_a_norm"], EPS)
+        self._kv_norm = Norm(weights.kernels, weights.tensor("kv_a_norm"), EPS)
         self._queries = weights.product("q_b_proj") if latent.query_rank else None
-        self._q_norm = Norm(weights.kernels, weights.tensors["q_a_norm"], EPS) if latent.query_rank else None
-        made = weights.tensors["kv_b_proj.weight"].unflatten(0, (weights.spec.num_heads, -1))
+        self._q_norm = Norm(weights.kernels, weights.tensor("q_a_norm"), EPS) if latent.query_rank else None
+        made = weights.tensor("kv_b_proj.weight").unflatten(0, (weights.spec.num_heads, -1))
         keys, values = made.split((latent.nope_dim, latent.value_dim), 1)
         self.heads = LatentHeads(keys.contiguous(), values.contiguous())
 

@@ -17,23 +17,22 @@ from cacheblend_cli.errors import DeviceError, UsageError, check_known
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.device import check_host_room, check_room, make_current
+from cacheblend_cli.model.device import check_room, make_current
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
-from cacheblend_cli.model.host_memory import available_memory
-from cacheblend_cli.model.linear import bound_caches, can_pack, check_weight_dtype
+from cacheblend_cli.model.linear import bound_caches
 from cacheblend_cli.model.locate import locate
-from cacheblend_cli.model.machine_speeds import cpu_dtype, weight_layout
+from cacheblend_cli.model.machine_speeds import cpu_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
-from cacheblend_cli.model.packed_cache import PackedCache
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.tokenizer_probes import turn_end
-from cacheblend_cli.model.weights import Matrices, load_weights, weights_digest
+from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_DTYPES = ("auto", "int8")  # auto: as in the file
 STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 
 
@@ -54,7 +53,6 @@ class LoadedModel:
     lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
     files: tuple[Path, ...] = ()  # files that the weights were read from
-    uncached_bytes: int = 0  # packed weights, if there is no room for them in their cache
 
     @property
     def shown_path(self) -> Path:
@@ -72,7 +70,6 @@ class Precision:
 
     dtype: str = "auto"  # "auto": by checkpoint and machine
     weights: str = "auto"  # "auto": the compute dtype; or "int8"
-    cache_bytes: int = 0  # limit of packed weights kept on disk, over all models
 
 
 def load_model(
@@ -93,7 +90,7 @@ def load_model(
     bound_caches()
     spec = read_spec(path)
     part = part_of(spec)
-    check_weight_dtype(precision.weights, device)
+    check_known("weight dtype", precision.weights, WEIGHT_DTYPES)
     check_known("attention backend", attention_backend, ("auto", *BACKENDS))
     checkpoint_files(path)  # reports another format before a missing tokenizer
     compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
@@ -108,12 +105,12 @@ def load_model(
     def fingerprint_of(spec: ModelSpec, dtype: torch.dtype) -> str:
         return model_fingerprint(spec, path, dtype, lora_digest, precision.weights)
 
-    build = _Build(part, path, compute_dtype, device, kernels, precision, adapter, progress)
-    cache = None
-    if build.can_be_kept and precision.cache_bytes:
-        cache = PackedCache(fingerprint_of(spec, compute_dtype), precision.cache_bytes)
     try:
-        decoder = build() if cache is None else cache.decoder(build)
+        if spec.generic:
+            decoder: Decoder = _generic(spec, path, compute_dtype, device, kernels, precision, adapter)
+        else:
+            weights = load_weights(part, path, compute_dtype, device, adapter, progress)
+            decoder = Decoder(spec, weights, kernels, compute_dtype, part)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
@@ -131,8 +128,7 @@ def load_model(
         lora=lora,
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
-        files=(cache.path,) if cache is not None and cache.is_used else tuple(checkpoint_files(path)),
-        uncached_bytes=0 if cache is None else cache.excess_bytes,
+        files=tuple(checkpoint_files(path)),
     )
 
 
@@ -153,49 +149,25 @@ def _kernels(attention_backend: str, device: torch.device, spec: ModelSpec) -> K
     )
 
 
-@dataclass
-class _Build:
-    """Builds the decoder of a checkpoint, see `packed_cache.Build`. Raises UsageError."""
+def _generic(
+    spec: ModelSpec,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: KernelBackend,
+    precision: Precision,
+    adapter: LoraAdapter | None,
+) -> Decoder:
+    """Load a model on transformers' layers. Raises UsageError."""
+    if precision.weights != "auto":
+        raise UsageError(
+            f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose "
+            "weights transformers holds (generic path)",
+            "leave it at auto",
+        )
+    from cacheblend_cli.model.generic.decoder import load_generic
 
-    part: Shard
-    path: Path
-    dtype: torch.dtype
-    device: torch.device
-    kernels: KernelBackend
-    precision: Precision
-    adapter: LoraAdapter | None
-    progress: Callable[[float], None] | None
-
-    def __post_init__(self) -> None:
-        spec = self.part.whole
-        if spec.generic and self.precision.weights != "auto":
-            raise UsageError(
-                f"--weight-dtype {self.precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose "
-                "weights transformers holds (generic path)",
-                "leave it at auto",
-            )
-        self._packed, self._held_as = self.device.type == "cpu" and not spec.generic, self.precision.weights
-        if self._packed and self._held_as == "auto" and weight_layout(spec, self.dtype) == "plain":
-            self._packed, self._held_as = False, "plain"
-
-    @property
-    def can_be_kept(self) -> bool:
-        """Return whether the cache of packed weights supports the model: without adapter, shard and experts."""
-        return self._packed and self.adapter is None and self.part.is_whole and self.part.whole.experts is None
-
-    def __call__(self, *, hollow: bool = False) -> Decoder:
-        part, spec = self.part, self.part.whole
-        if spec.generic:
-            from cacheblend_cli.model.generic.decoder import load_generic
-
-            return load_generic(spec, self.path, self.dtype, self.device, self.kernels, self.adapter)
-        if self._packed and not hollow:
-            check_host_room(part.own, self.dtype, self._held_as, available_memory())
-        copied = self._packed and (self._held_as == "int8" or can_pack(torch.empty(0, dtype=self.dtype)))
-        matrices: Matrices = "hollow" if hollow else "late" if copied else "now"
-        progress = None if hollow else self.progress
-        weights = load_weights(part, self.path, self.dtype, self.device, self.adapter, matrices, progress)
-        return Decoder(spec, weights, self.kernels, self._held_as, part)
+    return load_generic(spec, path, dtype, device, kernels, adapter)
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-from cacheblend_kernels import compiled
+from cacheblend_kernels import RowTable, compiled
 from torch import Tensor
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.model.linear import STEADY_ROWS, Int8Linear, Linear, Product
+from cacheblend_cli.model.linear import Linear, MappedLinear, Weight, decoding, linear
 from cacheblend_cli.model.spec import ModelSpec
 
 FORMAT = 1
@@ -31,8 +31,6 @@ ROWS = 256
 LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; seconds after which no further round begins
 AGREE = 1.1  # measuring ends when a candidate's second best time is within this ratio of its best
 MOST_WEIGHTS = 4 << 20
-COLD = 8  # products measured in turn, so that their weights are not in the CPU's cache
-LEAST_WEIGHTS = 1 << 20  # minimum elements of the widest product for measuring the layout of weights
 
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
@@ -84,70 +82,19 @@ def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
     """Measure products with the model's widest weights in fp32 and bf16."""
 
     def candidates() -> Runs:
-        return {_name(dtype): _rows(Linear, *_widest(spec, dtype), 1) for dtype in (torch.float32, torch.bfloat16)}
-
-    return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), _width(spec), candidates)
-
-
-def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
-    """Measure the products of `product_speeds` with weights in oneDNN's layout and in the file's layout."""
-
-    def candidates() -> Runs:
-        weight, x = _widest(spec, dtype)
-        return {n: _rows(partial(Linear, pack=n == "packed"), weight, x, STEADY_ROWS) for n in ("packed", "plain")}
-
-    cases = (f"{ROWS} rows", f"{STEADY_ROWS} rows")
-    return _kept("layouts", cases, ("packed", "plain"), (*_width(spec), dtype), candidates)
-
-
-def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
-    """Measure the same products with int8 weights. Few rows, as in decoding, read their weights from memory."""
-
-    def candidates() -> Runs:
-        weight, x = _widest(spec, dtype)
+        weight, x = _widest(spec)
         return {
-            n: _rows(make, weight, x, STEADY_ROWS, COLD) for n, make in ((_name(dtype), Linear), ("int8", Int8Linear))
+            _name(dtype): _runs(linear(_held(weight, dtype)), x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)
         }
 
-    shape = *_width(spec), dtype, compiled.ABI
-    return _kept("int8", ("prefill", "decode"), (_name(dtype), "int8"), shape, candidates)
+    shape = *_width(spec), compiled.ABI
+    return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), shape, candidates)
 
 
-def weight_layout(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Return the layout of weights in a dtype: "packed" or "plain"."""
-    if dtype not in (torch.float32, torch.bfloat16) or spec.hidden_size * spec.intermediate_size < LEAST_WEIGHTS:
-        return "packed"
-    return layout_speeds(spec, dtype).best
-
-
-def why_int8_does_not_pay(spec: ModelSpec, dtype: torch.dtype) -> str | None:
-    """Return a message for users if int8 weights gain nothing on this machine in decoding or in prefill; else None."""
-    speeds = int8_speeds(spec, dtype)
-    vain = [case for i, case in enumerate(speeds.cases) if speeds.best_in(i) != "int8"]
-    if not vain:
-        return None
-    gains = " and ".join(f"{speeds.gain('int8', i):.2f} times as fast in {case}" for i, case in enumerate(speeds.cases))
-    return (
-        f"--weight-dtype int8 is not faster for {' and '.join(vain)} on this machine: its products are {gains} as those in "
-        f"{_name(dtype)} (measured once). Without it the model also loads sooner"
-    )
-
-
-def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str, str]:
-    """Return the times (measured now if necessary) and the choices."""
+def describe(spec: ModelSpec) -> dict[str, str]:
+    """Return the times (measured now if necessary) and the choice."""
     products = product_speeds(spec)
-    found = {"products": f"{products}: {products.best} for weights saved in bfloat16"}
-    if weight_dtype == "int8":
-        speeds = int8_speeds(spec, dtype)
-        gains = (
-            f"{'pays' if speeds.best_in(i) == 'int8' else 'gains little'} in {case}"
-            for i, case in enumerate(speeds.cases)
-        )
-        found["int8"] = f"{speeds}: {', '.join(gains)}"
-    elif spec.hidden_size * spec.intermediate_size >= LEAST_WEIGHTS:
-        layouts = layout_speeds(spec, dtype)
-        found["weights"] = f"{layouts}: {layouts.best}"
-    return found
+    return {"products": f"{products}: {products.best} for weights saved in bfloat16"}
 
 
 def cpu_name() -> str:
@@ -218,18 +165,26 @@ def _agree(times: list[float]) -> bool:
     return second <= AGREE * best
 
 
-def _rows(make: Callable[[Tensor], Product], weight: Tensor, x: Tensor, few: int, count: int = 1) -> tuple[Run, Run]:
-    """Return runs of a product with all rows, and of `count` products (each with its own copy of the weights) with few
-    rows."""
-    products = [make(weight) for _ in range(count)]
-    return lambda: products[0](x), lambda: [product(x[:few]) for product in products]
+def _runs(product: Linear | MappedLinear, x: Tensor) -> tuple[Run, Run]:
+    """Return runs of a product with all rows of a prompt, and with one row of a decode step."""
+
+    def decode() -> None:
+        with decoding(True):
+            product(x[:1])
+
+    return lambda: product(x), decode
 
 
-def _widest(spec: ModelSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return random weights of the widest product, and its input of ROWS rows."""
+def _held(weight: Tensor, dtype: torch.dtype) -> Weight:
+    """Return a bfloat16 weight as a model computing in this dtype holds it."""
+    return RowTable.of(weight) if compiled.multiplies(dtype) else weight.to(dtype)
+
+
+def _widest(spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Return random weights of the widest product in bfloat16, and its input of ROWS rows."""
     inputs, outputs = _width(spec)
     weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
-    return weight.to(dtype), torch.ones(ROWS, inputs, dtype=dtype)
+    return weight.to(torch.bfloat16), torch.ones(ROWS, inputs)
 
 
 def _width(spec: ModelSpec) -> tuple[int, int]:

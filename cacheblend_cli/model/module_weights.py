@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
-from cacheblend_cli.model.linear import Int8Linear, Linear, linear
+from cacheblend_cli.model.linear import Linear, MappedLinear, Weight, linear
 from cacheblend_cli.model.spec import ModelSpec
 
 
@@ -38,23 +38,31 @@ class Norm:
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """Weights, with their kernels and storage (`weight_dtype`, see `linear`). Parts of a model do not keep this object,
-    so that the original of a packed weight is freed."""
+    """Weights with their kernels."""
 
     spec: ModelSpec
-    tensors: MutableMapping[str, Tensor]  # by name, in a layer without the layer's number
+    weights: MutableMapping[str, Weight]  # by name, in a layer without the layer's number
     kernels: KernelBackend
-    weight_dtype: str = "auto"
 
     def layer(self, index: int) -> ModuleWeights:
         """Take a layer's weights out of the model's."""
-        own = [name for name in self.tensors if name.startswith(f"{index}.")]
-        return replace(self, tensors={name.split(".", 1)[1]: self.tensors.pop(name) for name in own})
+        own = [name for name in self.weights if name.startswith(f"{index}.")]
+        return replace(self, weights={name.split(".", 1)[1]: self.weights.pop(name) for name in own})
 
-    def product(self, name: str) -> Linear | Int8Linear:
+    def tensor(self, name: str) -> Tensor:
+        """Return a weight that is not in a table."""
+        held = self.weights[name]
+        assert isinstance(held, Tensor)
+        return held
+
+    def optional(self, name: str) -> Tensor | None:
+        """Return a weight that is not in a table; None if the model has none of this name."""
+        return self.tensor(name) if name in self.weights else None
+
+    def product(self, name: str) -> Linear | MappedLinear:
         """Return the product with a weight and, if there is one, its bias."""
-        return linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"), weight_dtype=self.weight_dtype)
+        return linear(self.weights[f"{name}.weight"], self.optional(f"{name}.bias"))
 
     def norm(self, name: str) -> Norm:
-        bias = self.tensors.get(f"{name}.bias")
-        return Norm(self.kernels, self.tensors[f"{name}.weight"], self.spec.rms_norm_eps, bias, self.spec.layer_norm)
+        bias = self.optional(f"{name}.bias")
+        return Norm(self.kernels, self.tensor(f"{name}.weight"), self.spec.rms_norm_eps, bias, self.spec.layer_norm)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cacheblend_kernels import RowTable
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
@@ -347,8 +348,8 @@ class DequantisedTensors:
                 if part == "weight" or "weight" not in parts:
                     yield f"{module}.{part}", kind, shape
 
-    def whole(self, name: str) -> Tensor | None:
-        return None if name in self._rows else self._files.whole(name)
+    def rows(self, name: str) -> RowTable | None:
+        return None if name in self._rows else self._files.rows(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         rows = self._rows.get(name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from cacheblend_kernels import RowTable
 from torch import Tensor
 
 from cacheblend_cli.model.adapter import Delta
@@ -64,12 +65,14 @@ class ShardedTensors:
             return self._rows(name, *runs[0], cut)
         return torch.cat([self._rows(name, a, b, cut).clone() for a, b in runs])  # each is valid until the next is read
 
-    def whole(self, name: str) -> Tensor | None:
+    def rows(self, name: str) -> RowTable | None:
         cut = self._of.get(name, Cut())
-        if cut.is_zero or cut.columns is not None or (cut.rows is not None and len(cut.rows) != 1):
+        table = None if cut.is_zero else self._source.rows(name)
+        if table is None:
             return None
-        held = self._source.whole(name)
-        return held if held is None or cut.rows is None else held[slice(*cut.rows[0])]
+        if cut.rows is not None:
+            table = table[torch.cat([torch.arange(*run) for run in cut.rows])]
+        return table if cut.columns is None else table.columns(*cut.columns)
 
     def _rows(self, name: str, start: int, stop: int, cut: Cut) -> Tensor:
         if cut.columns is None:

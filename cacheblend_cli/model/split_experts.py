@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from cacheblend_kernels import RowTable
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
@@ -34,6 +35,7 @@ class _Part(NamedTuple):
     expert: int
     first: int
     step: int
+    count: int
 
 
 class SplitExperts:
@@ -72,11 +74,20 @@ class SplitExperts:
                 own = f"{match['base']}{expert}.{part}.{part_of}"
                 rows = of_expert[0] // len(names)
                 first_row, step = (first * rows, 1) if self._stacked else (first, len(names))
-                self._parts[own] = _Part(name, match["kind"], expert, first_row, step)
+                self._parts[own] = _Part(name, match["kind"], expert, first_row, step, rows)
                 yield own, kind, (rows, *of_expert[1:])
 
-    def whole(self, name: str) -> Tensor | None:
-        return None if name in self._parts else self._source.whole(name)
+    def rows(self, name: str) -> RowTable | None:
+        """Return the rows of an expert whose values are stored in their order: not transposed, not in MXFP4."""
+        part = self._parts.get(name)
+        if part is None:
+            return self._source.rows(name)
+        table = self._source.rows(part.stored) if self._stacked and not part.kind else None
+        if table is None:
+            return None
+        of_expert = part.count * (2 if "gate_up_proj" in part.stored else 1)
+        first = part.expert * of_expert + part.first
+        return table[first : first + part.count]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         part = self._parts.get(name)

@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from cacheblend_kernels import RowTable
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.mapped_file import MappedFile
 from cacheblend_cli.model.model_files import AGAIN
+from cacheblend_cli.model.safetensors_header import StoredRange, safetensors_offsets
 
 SMALL = 1 << 18  # elements
+KINDS = {"F32": 0, "F16": 1, "BF16": 30}
+"""dtype of the files whose rows are used in place -> number of the GGMLQuantizationType."""
 # Limits of a file's header. The largest models have half as many tensors in all their files.
 MOST_TENSORS, MOST_HEADER_BYTES = 1 << 18, 32 << 20
 
@@ -26,6 +31,7 @@ class SafetensorsFiles:
     def __init__(self, files: list[Path]) -> None:
         self._files, self._file_of = files, dict[str, Path]()
         self._small, self._open = set[str](), dict[Path, Any]()  # small tensors are read from a file that stays open
+        self._mapped = dict[Path, tuple[MappedFile, dict[str, StoredRange]]]()
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for file in self._files:
@@ -67,6 +73,18 @@ class SafetensorsFiles:
         with safe_open(self._file_of[name], framework="pt") as handle:
             return handle.get_slice(name)[:, start:stop]
 
+    def rows(self, name: str) -> RowTable | None:
+        """Return the rows of a matrix, or of the matrices of a tensor, in the mapped file, or None."""
+        file = self._file_of[name]
+        if file not in self._mapped:
+            self._mapped[file] = MappedFile(file), safetensors_offsets(file)
+        mapped, tensors = self._mapped[file]
+        stored = tensors[name]
+        if stored.dtype not in KINDS or len(stored.shape) < 2:
+            return None
+        shape = math.prod(stored.shape[:-1]), stored.shape[-1]
+        return RowTable.stored(KINDS[stored.dtype], shape, mapped.address(stored.begin, stored.end - stored.begin), mapped)
+
     def whole(self, name: str) -> Tensor:
         """Return the tensor, of any shape, as a mapping: its pages are read on access."""
         with safe_open(self._file_of[name], framework="pt") as handle:
@@ -87,6 +105,6 @@ class TensorSource(Protocol):
         """Return rows `start` to `stop` of a tensor, valid until the next call."""
         ...
 
-    def whole(self, name: str) -> Tensor | None:
-        """Return the tensor as a mapping of its file, in its dtype; None if it is not stored as plain numbers."""
+    def rows(self, name: str) -> RowTable | None:
+        """Return the rows of a matrix where they are stored; None if its values are not stored row by row."""
         ...

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
-from cacheblend_cli.model.linear import linear
+from cacheblend_cli.model.linear import Embedding, linear
 from cacheblend_cli.model.module_weights import ModuleWeights
 from cacheblend_cli.model.weight_map import TOKEN_EMBEDDING
 
@@ -18,16 +17,15 @@ class TokenInputs:
     """Inputs of all layers: a second embedding of the token, plus a normed projection of its first one.
 
     A layer's inputs are computed when it needs them: rows drop out from layer to layer. weights: those outside the
-    layers; the embedding and the projections are removed from them. The embedding may be in the checkpoint's dtype,
-    mapped from its file.
+    layers.
     embed: `Decoder.embed`.
     """
 
     def __init__(self, weights: ModuleWeights, embed: Callable[[Tensor], Tensor]) -> None:
         self._width, self._embed, self._norm = weights.spec.token_width, embed, weights.norm("token_norm")
-        self._embedding = weights.tensors.pop(TOKEN_EMBEDDING)
-        parts = weights.tensors.pop("token_model.weight").split(self._width)
-        self._project = [linear(part, weight_dtype=weights.weight_dtype) for part in parts]
+        self._embedding = Embedding(weights.weights[TOKEN_EMBEDDING])
+        project, width = weights.weights["token_model.weight"], self._width
+        self._project = [linear(project[start : start + width]) for start in range(0, len(project), width)]
         self._scales = weights.spec.hidden_size**-0.5, weights.spec.token_width**0.5
 
     def of_layer(self, token_ids: Tensor, layer: int) -> Tensor:
@@ -36,7 +34,7 @@ class TokenInputs:
         known = torch.where(token_ids < len(self._embedding), token_ids, 0)
         columns = slice(layer * self._width, (layer + 1) * self._width)
         projected = self._project[layer](self._embed(token_ids)) * self._scales[0]
-        own = F.embedding(known, self._embedding[:, columns]).to(projected.dtype) * self._scales[1]
+        own = self._embedding(known, projected.dtype, columns) * self._scales[1]
         return (self._norm(projected) + own) * 2**-0.5
 
 

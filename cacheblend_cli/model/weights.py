@@ -1,4 +1,4 @@
-"""Weights under our names, copied once from their files into fused tensors."""
+"""Weights under our names: fused tensors copied from their files, and tables of rows that stay there."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import hashlib
 import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import xxhash
+from cacheblend_kernels import RowTable, compiled
 from torch import Tensor
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
+from cacheblend_cli.model.device import check_host_room
+from cacheblend_cli.model.host_memory import available_memory
 from cacheblend_cli.model.kv_scales import is_kv_scale
+from cacheblend_cli.model.linear import Weight
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
@@ -28,14 +31,19 @@ from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, TOKEN_EMBEDDING, Sh
 # Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward
 # models.
 NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
-OWN_MAPPING = 1 << 20  # minimum bytes of a matrix that stays in its file
+OWN_MAPPING = 1 << 20  # minimum bytes of a copied matrix with memory of its own
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 QUANTISED = (
     ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax", ".quant_map",
     ".SCB", "_scale_inv",
 )  # fmt: skip
-Matrices = Literal["now", "late", "hollow"]
-IN_FILE = "embed_in_file"  # the embedding if it stays in its file
+IN_TABLES = (
+    "embed", "lm_head", TOKEN_EMBEDDING, "qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight",
+    "q_b_proj.weight", "experts_up.weight", "experts_down.weight", "token_model.weight", "token_gate.weight",
+    "token_projection.weight", "laurel_left.weight", "laurel_right.weight",
+)  # fmt: skip
+"""Our tensors that only products, and look-ups of rows, use. (Latent attention multiplies with slices of kv_b_proj.)"""
+Weights = dict[str, Weight]
 
 
 Header = tuple[str, str, Shape]  # name, dtype and shape of a stored tensor
@@ -53,77 +61,24 @@ class WeightTensor:
     full_shape: Shape  # shape of our tensor
 
 
-@dataclass(frozen=True)
-class StoredPart:
-    """Rows of a weight that stay in their file until the weight is popped."""
-
-    source: TensorSource
-    name: str
-
-
-Place = tuple[Literal["mapped", "hollow", "late", "copied"], Tensor | StoredPart | None]
-"""Where numbers are until they are used: in their file for good, nowhere, in their file until the weight is popped, or
-in memory; and the part of the file."""
-
-
-class Weights(dict[str, Tensor]):
-    """Tensors by our names. Some stay in their files until popped; meta tensors replace them. copied: popped matrices
-    are copied at once (packed, or rounded to int8), so that the next layer's can use the memory."""
-
-    def __init__(self, copied: bool, progress: Callable[[int], None]) -> None:
-        super().__init__()
-        self._copied, self._progress = copied, progress
-        self._parts: dict[str, dict[int, Tensor | StoredPart]] = {}
-        self._rooms: dict[tuple[str, Shape], Tensor] = {}
-
-    def leave(self, name: str, shape: Shape, dtype: torch.dtype, parts: dict[int, Tensor | StoredPart]) -> None:
-        """Leave a tensor in its files. parts: by their first row."""
-        self[name], self._parts[name] = torch.empty(shape, dtype=dtype, device="meta"), parts
-
-    def pop(self, name: str) -> Tensor:  # type: ignore[override]
-        """Remove and return a tensor. If `copied`, a tensor that was left in its files is valid until another layer's
-        is popped."""
-        held, parts = super().pop(name), self._parts.pop(name, None)
-        if parts is None:
-            return held
-        kind, shape = name.split(".", 1)[-1], tuple(held.shape)  # layers may differ in shape for the same tensor
-        room = self._rooms.get((kind, shape))
-        if room is None:
-            room = _room(shape, held.dtype, torch.device("cpu"))
-            if self._copied:
-                self._rooms[kind, shape] = room
-        starts = sorted(parts)
-        for start, end in zip(starts, (*starts[1:], shape[0]), strict=True):
-            part = parts[start]
-            if isinstance(part, Tensor):
-                room[start:end] = part
-            else:
-                _copy(part.source, part.name, room[start:end])
-        self._progress(held.numel())
-        return room
-
-
 def load_weights(
     model: ModelSpec | Shard,
     model_dir: Path,
     dtype: torch.dtype,
     device: torch.device,
     adapter: LoraAdapter | None = None,
-    matrices: Matrices = "now",
     progress: Callable[[float], None] | None = None,
+    source: TensorSource | None = None,
 ) -> Weights:
     """Load every tensor of the model under our names (see `weight_map.expected_shapes`), in `dtype` on `device`; norms
     with an offset in float32. For a shard, the rank's part of each.
 
-    Factors and offsets are folded into the weights (see `fold`). Each tensor is copied from its file to its place in
-    blocks of rows, and never held twice. An adapter's update is added to each block in float32. On a CPU, large tensors
-    that need no conversion stay mapped in the file until popped. The embedding, of which a prompt needs few rows, stays
-    mapped for good if the file has plain numbers, in the file's dtype, under the name IN_FILE.
+    On a CPU with compiled products the matrices of IN_TABLES are tables of rows, which stay in the file wherever its
+    types are multiplied. Everything else is copied from its file to its place in blocks of rows, and never held twice.
+    An adapter's update is added to each block in float32. Factors and offsets are folded into the weights (see `fold`).
 
-    matrices: when matrices of OWN_MAPPING bytes or more are read, except embeddings. "now"; "late" (CPU only): when
-    they are popped, which requires products that copy their weights (see `Weights`); "hollow": never, they are meta
-    tensors. progress: called with the share of the weights read so far. A tied model's file may hold the embedding, the
-    head or both; if they differ, both are used, as in transformers.
+    progress: called with the share of the weights read so far. source: of the tensors, None for the directory's. A tied
+    model's file may hold the embedding, the head or both; if they differ, both are used, as in transformers.
 
     Raises UsageError for a missing tensor, a wrong shape, a tensor that is not part of the model, quantised weights,
     and an adapter of another model.
@@ -131,19 +86,20 @@ def load_weights(
     part = model if isinstance(model, Shard) else Shard(model)
     spec = part.own
     deltas = {} if adapter is None else part.deltas(deltas_of(part.whole, adapter, expected_shapes(part.whole)))
-    source = part.tensors(tensor_source(model_dir, spec.experts))
+    source = part.tensors(source or tensor_source(model_dir, spec.experts))
     headers = list(source.headers())
     tensors = _checked(spec, source, headers, model_dir)
     report = _share_of(sum(math.prod(shape) for *_, shape in headers), progress)
-    loader = _Loader(spec, source, dtype, device, deltas, matrices, report)
-    for tensor in tensors:
-        loader.add(tensor)
+    loader = _Loader(spec, source, dtype, device, deltas, report)
+    tables = [loader.table(tensor) for tensor in tensors]
+    if device.type == "cpu":
+        copied = (math.prod(t.shape) for t, table in zip(tensors, tables, strict=True) if table is None)
+        check_host_room(sum(copied) * dtype.itemsize, dtype, available_memory())
+    for tensor, table in zip(tensors, tables, strict=True):
+        loader.add(tensor, table)
     weights = loader.finish()
     if spec.tied:
-        if matrices == "hollow" and IN_FILE in weights:
-            weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
-        else:
-            _tie(weights, dtype)
+        _tie(weights)
     fold(spec, weights)
     return weights
 
@@ -208,71 +164,48 @@ def _check_unused(spec: ModelSpec, source: TensorSource, stored: str, found: Sha
 
 @dataclass
 class _Loader:
-    """Decides for each tensor where its data stays until it is used, and adds it to the weights."""
+    """Decides for each tensor whether its rows stay in the file, and adds it to the weights."""
 
     spec: ModelSpec
     source: TensorSource
     dtype: torch.dtype
     device: torch.device
     deltas: Mapping[str, Delta]
-    matrices: Matrices
     report: Callable[[int], None]
 
     def __post_init__(self) -> None:
-        folded = self.spec.residual_scale != 1 or head_order(self.spec) is not None
-        self._stays = self.device.type == "cpu" and not self.deltas and self.spec.experts is None and not folded
-        self._weights = Weights(self.matrices == "late", self.report)
-        self._late: dict[str, tuple[Shape, dict[int, Tensor | StoredPart]]] = {}  # parts by their first row
+        self._copied: dict[str, Tensor] = {}
+        self._tables: dict[str, dict[int, RowTable]] = {}  # parts by their first row
+        self._multiplies = self.device.type == "cpu" and compiled.multiplies(self.dtype)
 
-    def add(self, tensor: WeightTensor) -> None:
-        weights, target, start = self._weights, tensor.target, tensor.start
-        match self._place(tensor):
-            case "mapped", Tensor() as numbers:
-                weights[IN_FILE if tensor.name == EMBEDDING else target] = numbers
-                self.report(numbers.numel())
-            case "hollow", _:
-                weights.setdefault(target, torch.empty(tensor.full_shape, dtype=self.dtype, device="meta"))
-            case "late", part if part is not None:
-                self._late.setdefault(target, (tensor.full_shape, {}))[1][start] = part
-            case _:
-                if target not in weights:
-                    weights[target] = _room(tensor.full_shape, self._dtype_of(target), self.device)
-                rows = weights[target][start : start + tensor.shape[0]]
-                _copy(self.source, tensor.stored, rows, self.deltas.get(tensor.name))
-                self.report(math.prod(tensor.shape))
+    def table(self, tensor: WeightTensor) -> RowTable | None:
+        """Return the tensor's rows in the file if they are used there."""
+        stays = self._in_table(tensor) and tensor.name not in self.deltas
+        return self.source.rows(tensor.stored) if stays else None
+
+    def add(self, tensor: WeightTensor, table: RowTable | None) -> None:
+        """Add a tensor, copied unless it is in a table."""
+        target, start = tensor.target, tensor.start
+        if table is None and self._in_table(tensor):
+            rows = _room(tensor.shape, self.dtype, self.device)
+            table = RowTable.of(rows)
+            _copy(self.source, tensor.stored, rows, self.deltas.get(tensor.name))
+        elif table is None:
+            if target not in self._copied:
+                self._copied[target] = _room(tensor.full_shape, self._dtype_of(target), self.device)
+            rows = self._copied[target][start : start + tensor.shape[0]]
+            _copy(self.source, tensor.stored, rows, self.deltas.get(tensor.name))
+        if table is not None:
+            self._tables.setdefault(target, {})[start] = table
+        self.report(math.prod(tensor.shape))
+
+    def _in_table(self, tensor: WeightTensor) -> bool:
+        is_used_by_rows = tensor.target in IN_TABLES or tensor.target.split(".", 1)[-1] in IN_TABLES
+        return self._multiplies and is_used_by_rows and tensor.shape[-1] % compiled.MULTIPLE == 0
 
     def finish(self) -> Weights:
-        """Return the weights. A tensor stays in its file if no part of it was copied."""
-        weights = self._weights
-        for target, (shape, parts) in self._late.items():
-            if target in weights:  # other parts have another dtype
-                for start, rows in parts.items():
-                    assert isinstance(rows, Tensor)
-                    weights[target][start : start + len(rows)] = rows
-                    self.report(rows.numel())
-            elif isinstance(only := parts[min(parts)], Tensor) and only.shape == shape:
-                weights[target] = only
-                self.report(only.numel())
-            else:
-                weights.leave(target, shape, self.dtype, parts)
-        return weights
-
-    def _place(self, tensor: WeightTensor) -> Place:
-        of_tokens = tensor.name == EMBEDDING or tensor.target == TOKEN_EMBEDDING
-        if of_tokens and self.device.type == "cpu" and tensor.name not in self.deltas:  # a prompt needs few rows
-            in_file = self.source.whole(tensor.stored)
-            if in_file is not None:
-                return "mapped", in_file
-        is_large = len(tensor.full_shape) == 2 and math.prod(tensor.full_shape) * self.dtype.itemsize >= OWN_MAPPING
-        if is_large and self.matrices == "hollow" and _is_of_product(self.spec, tensor):
-            return "hollow", None
-        if is_large and self._stays:
-            rows = self.source.whole(tensor.stored)
-            if rows is not None and rows.dtype == self.dtype:
-                return "late", rows
-            if self.matrices == "late" and _is_of_product(self.spec, tensor):
-                return "late", StoredPart(self.source, tensor.stored)
-        return "copied", None
+        tables = {target: RowTable.cat([parts[i] for i in sorted(parts)]) for target, parts in self._tables.items()}
+        return {**self._copied, **tables}
 
     def _dtype_of(self, target: str) -> torch.dtype:
         part = target.split(".", 1)[-1]
@@ -281,15 +214,9 @@ class _Loader:
         return torch.float32 if wide else self.dtype
 
 
-def _is_of_product(spec: ModelSpec, tensor: WeightTensor) -> bool:
-    """Return whether only products use this weight. (Latent attention multiplies with slices of kv_b_proj.)"""
-    elsewhere = tensor.target in ("embed", TOKEN_EMBEDDING) or tensor.target.endswith(".kv_b_proj.weight")
-    return not elsewhere and not (spec.tied and tensor.name == HEAD)
-
-
 def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor. On a CPU it uses anonymous mapped memory, which is returned to the system once
-    the weight is packed; the C library's heap would keep it."""
+    """Allocate an uninitialised tensor. On a CPU it uses anonymous mapped memory, which returns to the system with the
+    model; the C library's heap would keep it."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < OWN_MAPPING:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -297,16 +224,13 @@ def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
-def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _tie(weights: Weights) -> None:
     """Use one tensor for embedding and head, unless the file holds two different ones."""
-    if IN_FILE in weights:
-        embed = weights[IN_FILE].to(dtype)
-        if "lm_head" not in weights or torch.equal(embed, weights["lm_head"]):
-            weights["lm_head"] = embed
-        return
-    embed = weights["embed"] if "embed" in weights else weights["lm_head"]
-    if "lm_head" not in weights or torch.equal(embed, weights["lm_head"]):
-        weights["embed"] = weights["lm_head"] = embed
+    embed, head = weights.get("embed"), weights.get("lm_head")
+    if embed is None or head is None:
+        weights["embed"] = weights["lm_head"] = embed if head is None else head  # type: ignore[assignment]
+    elif isinstance(embed, Tensor) and isinstance(head, Tensor) and torch.equal(embed, head):
+        weights["lm_head"] = embed
 
 
 def weights_digest(model_dir: Path) -> str:
@@ -352,35 +276,43 @@ def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None =
         rows.copy_(read if delta is None else read.float() + delta.rows(start, start + len(rows)))
 
 
-def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+def fold(spec: ModelSpec, weights: Weights) -> None:
     """Fold into the weights, in place and in fp32: the offset of norms, the factor on a layer's output, and our order
     of the channels of q and k. K is stored in that order, and products of q and k do not depend on it."""
     order = head_order(spec)
     for name, weight in weights.items():
         part = name.split(".", 1)[-1]
-        if spec.norm_offset and _is_norm(part):
-            weight.copy_(weight.float() + spec.norm_offset)
         if spec.residual_scale != 1 and part.startswith(("o_proj", "down_proj")):
-            weight.copy_(weight.float() * spec.residual_scale)
-        if order is None:
-            continue
-        if spec.latent is not None:
-            _reorder_latent(spec, spec.latent, part, weight, order)
-        elif part.startswith("qkv_proj"):
-            heads = weight[: spec.q_size + spec.kv_size].unflatten(0, (-1, spec.head_dim))
-            heads.copy_(heads[:, order])
-        elif part in ("q_norm", "k_norm"):
-            heads = weight.unflatten(0, (-1, spec.head_dim))
-            heads.copy_(heads[:, order])
+            if isinstance(weight, RowTable):
+                weights[name] = replace(weight, factor=weight.factor * spec.residual_scale)
+            else:
+                weight.copy_(weight.float() * spec.residual_scale)
+        if isinstance(weight, Tensor) and spec.norm_offset and _is_norm(part):
+            weight.copy_(weight.float() + spec.norm_offset)
+        if order is not None:
+            for rows in (weight.addresses, weight.kinds) if isinstance(weight, RowTable) else (weight,):
+                _reorder(spec, part, rows, order)
 
 
-def _reorder_latent(spec: ModelSpec, latent: LatentSpec, part: str, weight: Tensor, order: list[int]) -> None:
+def _reorder(spec: ModelSpec, part: str, rows: Tensor, order: list[int]) -> None:
+    """Reorder the channels of q and k among the rows of a weight, [num_rows, ...], in place."""
+    if spec.latent is not None:
+        _reorder_latent(spec, spec.latent, part, rows, order)
+    elif part.startswith("qkv_proj"):
+        heads = rows[: spec.q_size + spec.kv_size].unflatten(0, (-1, spec.head_dim))
+        heads.copy_(heads[:, order])
+    elif part in ("q_norm", "k_norm"):
+        heads = rows.unflatten(0, (-1, spec.head_dim))
+        heads.copy_(heads[:, order])
+
+
+def _reorder_latent(spec: ModelSpec, latent: LatentSpec, part: str, rows: Tensor, order: list[int]) -> None:
     """Reorder the rotated channels of latent attention: the last ones of the position key and of each head's q."""
     if part == "q_b_proj.weight" or (part == "qkv_proj.weight" and not latent.query_rank):
-        heads = weight[: spec.q_size].unflatten(0, (spec.num_heads, -1))
+        heads = rows[: spec.q_size].unflatten(0, (spec.num_heads, -1))
         heads[:, latent.nope_dim :] = heads[:, latent.nope_dim :][:, order]
     if part.startswith("qkv_proj"):
-        weight[-spec.head_dim :] = weight[-spec.head_dim :][order]
+        rows[-spec.head_dim :] = rows[-spec.head_dim :][order]
 
 
 def head_order(spec: ModelSpec) -> list[int] | None:

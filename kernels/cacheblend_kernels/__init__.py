@@ -13,8 +13,9 @@ from cacheblend_kernels.interface import (
     StoredKV,
 )  # fmt: skip
 from cacheblend_kernels.registry import BACKENDS, fallback_reason, missing_for, select_backend
+from cacheblend_kernels.row_table import RowTable
 
 __all__ = [
     "BACKENDS", "AttentionMetadata", "AttentionParams", "KernelBackend", "KernelError", "LatentHeads", "LayerCache",
-    "Regressed", "RegressionPrior", "Slots", "StoredKV", "fallback_reason", "missing_for", "select_backend",
+    "Regressed", "RegressionPrior", "RowTable", "Slots", "StoredKV", "fallback_reason", "missing_for", "select_backend",
 ]  # fmt: skip

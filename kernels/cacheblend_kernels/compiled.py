@@ -27,15 +27,16 @@ from cacheblend_kernels.interface import (
     StoredKV,
     packed_bytes,
 )
+from cacheblend_kernels.row_table import RowTable
 
-ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 7, 16, 256, 256, 64, 4, 1024  # as in cpu/*.h
+ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 7, 16, 256, 256, 32, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
 # The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
-_PRODUCT = Struct("6P5q2i0P").pack
+_PREFILL_PRODUCT = Struct("5P3qf3i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
 _PREFILL, _BLOCKS = Struct("7P11q2f2i0P").pack, Struct("2Pq2i0P").pack
 GGUF_BLOCKS = {
@@ -71,7 +72,7 @@ def loaded(name: str) -> Any:
             "rms_norm",
             "silu_and_mul",
             "round_rows",
-            "product",
+            "prefill_product",
             "decode_attention",
             "prefill_attention",
             "rope_and_cache",
@@ -134,25 +135,39 @@ def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | N
     return whole, scale
 
 
-def product(x: Tensor, addresses: tuple[int, int, int], shape: tuple[int, int]) -> Tensor | None:
-    """x W^T + bias for up to MOST_ROWS rows. Also None on a CPU without the needed AVX-512 (in fp32 AVX2 is enough).
-    Sums use oneDNN's order, so that a row's result equals oneDNN's for more rows to the bit; it depends neither on
-    other rows nor on the number of threads.
+def prefill_product(x: Tensor, table: RowTable, bias: Tensor | None = None, way: int | None = None) -> Tensor | None:
+    """factor * x W^T + bias for many rows, with the weights in the types of their file. A row's result depends neither
+    on other rows nor on the number of threads.
 
-    x: [num_rows, in], fp32 or bf16; shape: of W, [out, in]. addresses: of the weights packed by oneDNN, [out / OUTPUTS,
-    in * n / 4, OUTPUTS, 4 / n] of n bytes each, of x's dtype or int8; of scales of int8 weights [out] fp32, or 0; of a
-    bias [out] of x's dtype, or 0. With int8 weights, rows are rounded as in `round_rows`.
+    x: [num_rows, width], fp32 or bf16; bias: [num_outputs] of x's dtype. way: to multiply (see cpu/prefill_product.h),
+    None for the best of this CPU. Weights are rounded to bf16 if products are.
     """
-    code, kind, of_x = library(), _TYPES.get(x.dtype), x.shape
-    if code is None or kind is None or not x.is_cpu or len(of_x) != 2:
+    code, kind, (num_rows, width) = library(), _TYPES.get(x.dtype), x.shape
+    if code is None or kind is None or width != table.width or width % MULTIPLE or not x.is_cpu:
         return None
-    (num_rows, dim), (num_outputs, num_inputs) = of_x, shape
-    if not 0 < num_rows <= MOST_ROWS or dim != num_inputs or dim % OUTPUTS or num_outputs % OUTPUTS:
-        return None
-    x = x.contiguous()
-    out = x.new_empty(num_rows, num_outputs)
-    sizes = num_rows, dim, num_outputs, 0, 0, kind, _threads(dim * num_outputs)
-    return None if code.cb_product(_PRODUCT(x.data_ptr(), *addresses, out.data_ptr(), 0, *sizes)) else out
+    x, way = x.contiguous(), _best_way(x.dtype) if way is None else way
+    out, num_outputs = x.new_empty(num_rows, table.shape[0]), table.shape[0]
+    addresses = x.data_ptr(), table.addresses.data_ptr(), table.kinds.data_ptr(), 0 if bias is None else bias.data_ptr()
+    sizes = num_rows, width, num_outputs, table.factor, kind, torch.get_num_threads(), way
+    return None if way < 0 or code.cb_prefill_product(_PREFILL_PRODUCT(*addresses, out.data_ptr(), *sizes)) else out
+
+
+@cache
+def _best_way(dtype: torch.dtype) -> int:
+    """Return the fastest way to multiply that computes here what floats do, by trying it; -1 if there is none."""
+    numbers = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 64, generator=numbers).to(dtype) for n in (40, 20))
+    right = x.float() @ weight.float().T
+    for way in (2, 1, 0) if dtype == torch.bfloat16 else (0,):
+        found = prefill_product(x, RowTable.of(weight), way=way)
+        if found is not None and torch.allclose(found.float(), right, rtol=0.02, atol=0.02):
+            return way
+    return -1
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether products with tables of rows are available for x of this dtype."""
+    return library() is not None and dtype in _TYPES and _best_way(dtype) >= 0
 
 
 def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> Tensor | None:
@@ -303,3 +318,16 @@ def gguf_blocks(raw: Tensor, kind: int, scratch: Tensor | None = None) -> Tensor
 
 def _threads(num_values: int) -> int:
     return 1 if num_values <= _ALONE else torch.get_num_threads()
+
+
+# TEMPORARY
+def decode_product(x, table, bias=None):
+    return prefill_product(x, table, bias)
+
+
+def restore_rows(table, indices, dtype):
+    return prefill_product(torch.eye(table.width), table[indices]).T.contiguous().to(dtype)
+
+
+def guard_mapping(*a):
+    return None

@@ -14,6 +14,6 @@
 #include "cpu/gguf_blocks.h"
 #include "cpu/norms.h"
 #include "cpu/prefill_attention.h"
-#include "cpu/products.h"
+#include "cpu/prefill_product.h"
 #include "cpu/rope.h"
 #include "cpu/stored_kv.h"

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from cacheblend_kernels import compiled
+from cacheblend_kernels import RowTable, compiled
+from cacheblend_kernels.row_table import NUMBERS
 from cacheblend_store.private_files import create
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.mapped_file import MappedFile
 from cacheblend_cli.model.model_files import GGUF_INDEX, LARGE_BYTES, read_object
 
 BLOCK_BYTES = 4 << 20  # of float32: more is not faster, and takes memory besides the weights
@@ -68,6 +70,7 @@ class GGUFTensors:
             raise UsageError(
                 f"{folder / GGUF_INDEX} does not fit {self.file}", "remove the directory, and give the file"
             )
+        self._mapped = MappedFile(self.file)
         self._scratch = torch.frombuffer(mmap(-1, BLOCK_BYTES), dtype=torch.float32)
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -75,24 +78,26 @@ class GGUFTensors:
         for name, tensor in self.index.items():
             yield name, "F32", tuple(tensor.shape)
 
-    def whole(self, name: str) -> Tensor | None:
-        """Return None: GGUF tensors have their own types and order, so they cannot be mapped."""
-        return None
+    def rows(self, name: str) -> RowTable | None:
+        """Return the rows of a matrix in the mapped file; None if compiled code does not read its type."""
+        tensor = self.index[name]
+        number = NUMBERS.get(tensor.kind)
+        if number is None or len(tensor.shape) != 2:
+            return None
+        address = self._mapped.address(tensor.offset, tensor.num_bytes)
+        table = RowTable.stored(number, tensor.shape, address, self._mapped)
+        return table[_stored_rows(tensor, 0, len(table))] if tensor.permuted_heads else table
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop`, float32."""
         tensor = self.index[name]
-        rows = tensor.shape[0]
         if not tensor.permuted_heads:
             read = self._rows(tensor, start, stop)
             return read - tensor.offset_of_norm if tensor.offset_of_norm else read
         # read whole heads, then select the wanted rows in their own order
-        width = rows // tensor.permuted_heads
+        width = tensor.shape[0] // tensor.permuted_heads
         first, last = start // width * width, -(-stop // width) * width
-        wanted = torch.arange(start, stop)
-        half, at = wanted % width // (width // 2), wanted % (width // 2)
-        stored = wanted // width * width + 2 * at + half - first
-        return self._rows(tensor, first, last)[stored]
+        return self._rows(tensor, first, last)[_stored_rows(tensor, start, stop) - first]
 
     def _rows(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Dequantise rows in stored order, float32."""
@@ -114,6 +119,13 @@ class GGUFTensors:
                 if count == 0:
                     raise UsageError(f"{self.file} ends before its tensors do", "fetch it again")
                 done += count
+
+
+def _stored_rows(tensor: StoredTensor, start: int, stop: int) -> Tensor:
+    """Return where rows `start` to `stop` of a tensor with permuted heads are stored."""
+    wanted, width = torch.arange(start, stop), tensor.shape[0] // tensor.permuted_heads
+    half, at = wanted % width // (width // 2), wanted % (width // 2)
+    return wanted // width * width + 2 * at + half
 
 
 def dequantised(raw: np.ndarray, name: str, scratch: Tensor) -> Tensor:

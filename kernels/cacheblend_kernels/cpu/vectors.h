@@ -29,8 +29,21 @@
 #endif
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (veci4){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (veci){__VA_ARGS__})
+#endif
+/* Interleave the first or the last halves of two vectors of LANES floats. */
+#if LANES == 16
+#define ZIP_LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif LANES == 8
+#define ZIP_LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define ZIP_HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define ZIP_LOW(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
 #endif
 #define INLINE static inline __attribute__((always_inline))
 /* Run `call`, an expression in first and last, on parts of 0..count - 1, one per thread. */
