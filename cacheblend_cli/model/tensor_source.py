@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.model_files import AGAIN
+from cacheblend_cli.model.safetensors_header import safetensors_offsets
 
 SMALL = 1 << 18  # elements
-# Limits of a file's header. The largest models have half as many tensors in all their files.
-MOST_TENSORS, MOST_HEADER_BYTES = 1 << 18, 32 << 20
 
 
 class SafetensorsFiles:
@@ -29,21 +26,7 @@ class SafetensorsFiles:
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for file in self._files:
-            with open(file, "rb") as stream:
-                header_bytes = int.from_bytes(stream.read(8), "little")
-            if MOST_HEADER_BYTES < header_bytes <= file.stat().st_size:
-                raise UsageError(
-                    f"{file} has a header of {header_bytes:,} bytes; the limit is {MOST_HEADER_BYTES:,}", AGAIN
-                )
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    if (count := len(handle.keys())) > MOST_TENSORS:
-                        raise UsageError(f"{file} holds {count:,} tensors; the limit is {MOST_TENSORS:,}", AGAIN)
-                    slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            except SafetensorError as error:
-                raise UsageError(f"{file} is not a readable safetensors file: {error}", AGAIN) from error
-            for name, (dtype, shape) in found.items():
+            for name, (dtype, shape, *_) in safetensors_offsets(file).items():
                 self._file_of.setdefault(name, file)
                 if math.prod(shape) <= SMALL:
                     self._small.add(name)
