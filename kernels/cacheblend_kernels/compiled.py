@@ -91,8 +91,10 @@ def guard_mapping(address: int, size: int, message: bytes, exit_code: int) -> in
     shorter or unreadable on access. Returns the guard's number for `unguard_mapping`; None without compiled code or
     with too many guards. A SIGBUS elsewhere goes to the handler installed before the first guard."""
     code, text = library(), ctypes.create_string_buffer(message, len(message))
-    number = -1 if code is None else code.cb_guard_mapping(
-        _GUARD(address, size, ctypes.addressof(text), len(message), exit_code, 0)
+    number = (
+        -1
+        if code is None
+        else code.cb_guard_mapping(_GUARD(address, size, ctypes.addressof(text), len(message), exit_code, 0))
     )
     return None if number < 0 else number
 
