@@ -60,7 +60,10 @@ def is_converted(model_dir: Path) -> bool:
 
 def gguf_file_of(model_dir: Path) -> Path:
     """Return the GGUF file that a converted directory stands for."""
-    return Path(read_object(model_dir / GGUF_INDEX, LARGE_BYTES)["file"])
+    file = read_object(model_dir / GGUF_INDEX, LARGE_BYTES).get("file")
+    if not isinstance(file, str):
+        raise UsageError(f"{model_dir / GGUF_INDEX} is not a valid index: it names no file", AGAIN)
+    return Path(file)
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cacheblend_kernels import RowTable
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.mapped_file import MappedFile
-from cacheblend_cli.model.model_files import AGAIN
 from cacheblend_cli.model.safetensors_header import StoredRange, safetensors_offsets
 
 SMALL = 1 << 18  # elements
 KINDS = {"F32": 0, "F16": 1, "BF16": 30}
 """dtype of the files whose rows are used in place -> number of the GGMLQuantizationType."""
-# Limits of a file's header. The largest models have half as many tensors in all their files.
-MOST_TENSORS, MOST_HEADER_BYTES = 1 << 18, 32 << 20
 
 
 class SafetensorsFiles:
@@ -31,25 +27,12 @@ class SafetensorsFiles:
     def __init__(self, files: list[Path]) -> None:
         self._files, self._file_of = files, dict[str, Path]()
         self._small, self._open = set[str](), dict[Path, Any]()  # small tensors are read from a file that stays open
-        self._mapped = dict[Path, tuple[MappedFile, dict[str, StoredRange]]]()
+        self._ranges, self._mapped = dict[Path, dict[str, StoredRange]](), dict[Path, MappedFile]()
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for file in self._files:
-            with open(file, "rb") as stream:
-                header_bytes = int.from_bytes(stream.read(8), "little")
-            if MOST_HEADER_BYTES < header_bytes <= file.stat().st_size:
-                raise UsageError(
-                    f"{file} has a header of {header_bytes:,} bytes; the limit is {MOST_HEADER_BYTES:,}", AGAIN
-                )
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    if (count := len(handle.keys())) > MOST_TENSORS:
-                        raise UsageError(f"{file} holds {count:,} tensors; the limit is {MOST_TENSORS:,}", AGAIN)
-                    slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            except SafetensorError as error:
-                raise UsageError(f"{file} is not a readable safetensors file: {error}", AGAIN) from error
-            for name, (dtype, shape) in found.items():
+            self._ranges[file] = safetensors_offsets(file)
+            for name, (dtype, shape, *_) in self._ranges[file].items():
                 self._file_of.setdefault(name, file)
                 if math.prod(shape) <= SMALL:
                     self._small.add(name)
@@ -76,12 +59,12 @@ class SafetensorsFiles:
     def rows(self, name: str) -> RowTable | None:
         """Return the rows of a matrix, or of the matrices of a tensor, in the mapped file, or None."""
         file = self._file_of[name]
-        if file not in self._mapped:
-            self._mapped[file] = MappedFile(file), safetensors_offsets(file)
-        mapped, tensors = self._mapped[file]
-        stored = tensors[name]
+        stored = self._ranges[file][name]
         if stored.dtype not in KINDS or len(stored.shape) < 2:
             return None
+        if file not in self._mapped:
+            self._mapped[file] = MappedFile(file)
+        mapped = self._mapped[file]
         shape = math.prod(stored.shape[:-1]), stored.shape[-1]
         return RowTable.stored(KINDS[stored.dtype], shape, mapped.address(stored.begin, stored.end - stored.begin), mapped)
 

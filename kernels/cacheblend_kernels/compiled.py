@@ -39,6 +39,7 @@ _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Str
 _PREFILL_PRODUCT = Struct("5P3qf3i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
 _PREFILL, _BLOCKS = Struct("7P11q2f2i0P").pack, Struct("2Pq2i0P").pack
+_GUARD = Struct("3Pq2i0P").pack
 GGUF_BLOCKS = {
     2: (18, 32),
     3: (20, 32),
@@ -78,11 +79,30 @@ def loaded(name: str) -> Any:
             "rope_and_cache",
             "load_codes",
             "gguf_blocks",
+            "guard_mapping",
         ):
             getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError, ValueError):  # built for another machine, or another version
         return None
     return code
+
+
+def guard_mapping(address: int, size: int, message: bytes, exit_code: int) -> int | None:
+    """End the process with the message on stderr and this exit code, instead of by SIGBUS, when a mapped file is found
+    shorter or unreadable on access. Returns the guard's number for `unguard_mapping`; None without compiled code or
+    with too many guards. A SIGBUS elsewhere goes to the handler installed before the first guard."""
+    code, text = library(), ctypes.create_string_buffer(message, len(message))
+    number = (
+        -1
+        if code is None
+        else code.cb_guard_mapping(_GUARD(address, size, ctypes.addressof(text), len(message), exit_code, 0))
+    )
+    return None if number < 0 else number
+
+
+def unguard_mapping(number: int) -> None:
+    """Remove a guard. To be called before the memory is unmapped."""
+    library().cb_unguard_mapping(number)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | None:
@@ -327,7 +347,3 @@ def decode_product(x, table, bias=None):
 
 def restore_rows(table, indices, dtype):
     return prefill_product(torch.eye(table.width), table[indices]).T.contiguous().to(dtype)
-
-
-def guard_mapping(*a):
-    return None

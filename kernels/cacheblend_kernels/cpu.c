@@ -12,6 +12,7 @@
 #include "cpu/activations.h"
 #include "cpu/decode_attention.h"
 #include "cpu/gguf_blocks.h"
+#include "cpu/mapped_files.h"
 #include "cpu/norms.h"
 #include "cpu/prefill_attention.h"
 #include "cpu/prefill_product.h"

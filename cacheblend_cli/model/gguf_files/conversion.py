@@ -26,7 +26,7 @@ from cacheblend_cli.model.spec import ModelSpec
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor, TensorNameMap
 
-FORMAT = 3  # version of a conversion's output: increase it when the output changes
+FORMAT = 4  # version of a conversion's output: increase it when the output changes
 OF_EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -62,7 +62,7 @@ def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
         folder = kept = Path(tempfile.mkdtemp(prefix="cacheblend-gguf-"))
         atexit.register(shutil.rmtree, kept, ignore_errors=True)
     try:
-        _convert(at, folder)
+        _convert(at, stat, folder)
         if folder != kept:
             _put_in_place(folder, kept)
     except BaseException:
@@ -90,7 +90,7 @@ def _put_in_place(folder: Path, kept: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _convert(file: Path, status: os.stat_result, folder: Path) -> None:
     from cacheblend_cli.model.gguf_files.reader import CheckedReader
     from cacheblend_cli.model.gguf_files.tokenizer import write_tokenizer
 
@@ -120,7 +120,7 @@ def _convert(file: Path, folder: Path) -> None:
     config = config_of(metadata, shapes, factors, _dtype(reader))
     create(folder / "config.json", json.dumps(config, indent=2).encode())
     write_tokenizer(file, metadata, folder)
-    write_index(folder, file, _index_of(reader, config, metadata))
+    write_index(folder, file, status, _index_of(reader, config, metadata))
 
 
 def _value(field: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+
+from cacheblend_cli.model.gguf_files.tensors import bytes_of
+from cacheblend_cli.model.mapped_file import overlap
 
 LONG = 4096  # elements; longer arrays (the vocabulary) are skipped: the package takes seconds for 100,000 strings
 # Limits: the package makes several objects of each key, tensor and string. Gemma 3 has 40, 444 and 1.3 million.
@@ -72,13 +74,23 @@ class CheckedReader(GGUFReader):
         return at
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        size, promised = len(self.data), 0
+        start_offs = int(start_offs)
+        size, ranges = len(self.data), list[tuple[int, int, str]]()
         for field in fields:
-            *_, dims, kind, offset = field.parts
-            values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
-            promised = max(promised, start_offs + int(offset[0]) + math.prod(dims.tolist()) * num_bytes // values)
+            _, raw_name, _, dims, kind, offset = field.parts
+            name, begin = raw_name.tobytes().decode(), int(offset[0])
+            if begin % int(self.alignment):
+                raise ValueError(f"{name} begins at byte {begin:,}, not at a multiple of {self.alignment}")
+            try:
+                num_bytes = bytes_of(GGMLQuantizationType(int(kind[0])).name, tuple(reversed(dims.tolist())))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            ranges.append((start_offs + begin, start_offs + begin + num_bytes, name))
+        promised = max((end for _, end, _ in ranges), default=0)
         if promised > size:
             raise EOFError(
                 f"it has {size:,} of the {promised:,} bytes that its header promises, {promised - size:,} are missing"
             )
+        if shared := overlap(ranges):
+            raise ValueError(f"{shared[0]} and {shared[1]} overlap")
         super()._build_tensors(start_offs, fields)
