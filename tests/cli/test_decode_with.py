@@ -33,15 +33,17 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "m.gguf"
 
 
-def ask_twice(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> list[tuple[str, list[str]]]:
-    """Return answer and notes of two runs of one command."""
+def ask_twice(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> list[str]:
+    """Return the answers of two runs of one command."""
     for name, value in settings.items():
         monkeypatch.setenv(f"CACHEBLEND_{name.upper()}", value)
-    (model.parent / "notes.md").write_text("the lead of billing is Mara and she works in Bergen\n")
-    command = ["ask", "where does Mara work?", str(model.parent / "notes.md"), "--model", str(model), "--json"]
-    store = ["--store", str(model.parent / "store"), "--max-tokens", str(NUM_TOKENS)]
-    answers = [json.loads(cli(*command, *store).out) for _ in range(2)]
-    return [(answer["text"], answer["notes"]) for answer in answers]
+    command = ["ask", "where does Mara work?", "--model", str(model), "--store", str(model.parent / "store"), "--json"]
+    answers = list[str]()
+    for _ in range(2):
+        result = cli(*command, "--max-tokens", str(NUM_TOKENS), stdin="the lead of billing is Mara, in Bergen\n")
+        assert result.code == 0, result.err
+        answers.append(json.loads(result.out)["answer"])
+    return answers
 
 
 def test_auto_gives_one_answer_and_loads_no_llama_cpp(cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +57,7 @@ def test_auto_gives_one_answer_and_loads_no_llama_cpp(cli: Cli, file: Path, monk
     monkeypatch.setattr(ctypes.CDLL, "__init__", loading)
     monkeypatch.setattr(subprocess, "run", run)
     first, second = ask_twice(cli, file, monkeypatch, decode_with="auto")
-    assert first[0]
+    assert first
     assert second == first
     assert not [name for name in opened if "llama" in name]
     assert not [call for call in run.call_args_list if "llama" in str(call)]
@@ -68,7 +70,7 @@ def test_llama_cpp_decodes_whole_answers_where_it_is_named(
     monkeypatch.setattr(LlamaCpp, "decode", decode)
     monkeypatch.setattr(decoder, "check_runs", Mock())
     first, second = ask_twice(cli, file, monkeypatch, decode_with="llama.cpp")
-    assert first[0]
+    assert first
     assert second == first
     assert decode.call_count == 2 * (NUM_TOKENS - 1)
     ask_twice(cli, file, monkeypatch, decode_with="auto", decode_model=str(file))

@@ -60,7 +60,7 @@ class LlamaDecoder:
     def _load(self) -> LlamaCpp:
         """Load llama.cpp and compare its KV of a few tokens with this model's. Raises LlamaError."""
         decoder, num_threads = self._runtime.decoder, torch.get_num_threads()
-        check_runs(self.file, num_threads)
+        check_runs(self.file, num_threads, self._runtime.progress)
         llama = LlamaCpp(library(), self.file, num_threads)
         token_ids = [i * decoder.spec.vocab_size // COMPARED for i in range(COMPARED)]
         sequence = self._runtime.memory_for(1).pool.new_sequence(COMPARED)

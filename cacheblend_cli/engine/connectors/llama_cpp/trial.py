@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from cacheblend_cli import user_cache
@@ -19,12 +20,13 @@ KIND = "llama.cpp"
 TIMEOUT_S = 600
 
 
-def check_runs(file: Path, num_threads: int) -> None:
+def check_runs(file: Path, num_threads: int, progress: Callable[[str], object]) -> None:
     """Load a GGUF file and compute with it in another process, unless that worked before with this CPU, library and
     file. Raises LlamaError if that process fails or dies, or the library is missing."""
     place = _place(file)
     if user_cache.recall(place):
         return
+    progress(f"trying llama.cpp with {file.name} in a process of its own: once on this machine")
     command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_cpp.trial"]
     try:
         ended = subprocess.run(
