@@ -89,10 +89,10 @@ class Settings:
     )
     decode_with: str = _setting(
         "auto",
-        "Decode with torch or llama.cpp; auto: the faster one if llama.cpp can run the model.",
+        "Decode with torch or llama.cpp; auto: torch, unless --decode-model names a file.",
         choices=("auto", "torch", "llama.cpp"),
     )
-    decode_model: str = _setting("", "GGUF file of the same model for llama.cpp, if --model is not a GGUF file.")
+    decode_model: str = _setting("", "GGUF file of the same model: llama.cpp decodes with it.")
     mode: str = _setting(
         "blend", "blend, full (reuse nothing) or reuse (recompute nothing).", choices=("blend", "full", "reuse")
     )

@@ -36,7 +36,7 @@ class EngineConfig:
     prompt: str = ""  # user's message with {chunks} and {question}, "" for the model's own or the default
     system: str = ""  # system prompt
     template_var: tuple[str, ...] = ()  # NAME=VALUE for the chat template
-    decode_with: str = "auto"  # torch, llama.cpp, or auto for the faster one
+    decode_with: str = "auto"  # torch, llama.cpp, or auto: llama.cpp if decode_model names a file for it
     decode_model: str = ""  # GGUF file that llama.cpp decodes with, "" for the model's own
     weights_cache_gb: float = 4.0  # disk for packed weights of all models (model/packed_cache.py), 0 for none
     tensor_parallel: int = 0  # processes that share the model; 0: those that torchrun started, or one
@@ -64,3 +64,8 @@ class EngineConfig:
         parse_variables(self.template_var)
         if self.prompt:
             check_prompt(self.prompt)
+
+    @property
+    def llama_cpp_decodes(self) -> bool:
+        """Return whether these settings name llama.cpp. Nothing measured changes that."""
+        return self.decode_with == "llama.cpp" or (self.decode_with == "auto" and bool(self.decode_model))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from unittest.mock import Mock, create_autospec
+from unittest.mock import Mock
 
 import gguf
 import gguf_families
@@ -22,11 +22,10 @@ from gguf_files import write_gguf
 
 from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors.llama_cpp import decoder, speeds
+from cacheblend_cli.engine.connectors.llama_cpp import decoder, trial
 from cacheblend_cli.engine.connectors.llama_cpp.decoder import LlamaDecoder
 from cacheblend_cli.engine.connectors.llama_cpp.library import LlamaError, installed, library
 from cacheblend_cli.engine.connectors.llama_cpp.llama import LlamaCpp
-from cacheblend_cli.engine.connectors.llama_cpp.speeds import DecodeSpeeds
 from cacheblend_cli.engine.core.core import Extensions
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.decode_with import llama_file
@@ -67,7 +66,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
         stored.engine.llama = LlamaDecoder(stored.engine.runtime, base / "m.gguf")
         stored.engine.extensions = Extensions(FEATURES, (stored.engine.llama,))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(1.0, 0.5))
+            patch.setattr(decoder, "check_runs", Mock())
             assert llama_of(stored.engine) is not None
         yield stored
 
@@ -120,7 +119,7 @@ def own_logits(file: Path | None, ids: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["qwen2", "gemma 2", "glm 4", "granite 3", "mixtral"])
 def test_llama_cpp_computes_the_same_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads in either order of RoPE, whole or in part, with biases, windows and experts."""
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(decoder, "check_runs", Mock())
     if name in FAMILIES:
         FAMILIES[name].write(tmp_path / "m", tmp_path / "m.gguf")
     else:
@@ -142,7 +141,7 @@ def test_llama_cpp_computes_the_same_logits(name: str, tmp_path: Path, monkeypat
 
 def test_keys_are_where_llama_cpp_rotates_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss: llama.cpp rounds the range of YaRN, so its keys drift from the checkpoint's from token to token."""
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(decoder, "check_runs", Mock())
     FAMILIES["gpt-oss"].write(tmp_path / "m", tmp_path / "m.gguf")
     engine, said = engine_of(tmp_path / "m.gguf")
     llama = llama_of(engine)
@@ -271,7 +270,7 @@ def refused(tmp_path: Path, write: str = "llama-gqa", **config: object) -> tuple
 def test_a_file_of_another_model_is_refused(
     family: str, config: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(decoder, "check_runs", Mock())
     engine, said, expected = refused(tmp_path, family, **config)
     assert ask(engine)[0] == expected
     assert llama_of(engine) is None
@@ -292,105 +291,47 @@ def test_a_context_that_is_too_small_is_said_and_decoded_here(
     assert any(chunk.attention is not None for chunk in there.chunks)  # this engine decoded
 
 
-def test_a_library_that_kills_its_process_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path / "m", "llama-gqa")
-    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
-    run, runs = subprocess.run, list[object]()
-
-    def dying(command: object, **options: object) -> object:
-        runs.append(command)
-        return run(killed, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(subprocess, "run", dying)
-    for _ in range(2):  # the second time it is known
-        engine, said = engine_of(tmp_path / "m.gguf")
-        assert len(ask(engine)[0]) == 8
-        assert llama_of(engine) is None
-        assert any("SIGILL" in text for text in said)
-    assert len(runs) == 1
-
-
-def test_a_process_that_does_not_start_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path / "m", "llama-gqa")
-    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", Mock(side_effect=OSError("no memory")))
-        assert llama_of(engine_of(tmp_path / "m.gguf")[0]) is None
-    assert llama_of(engine_of(tmp_path / "m.gguf")[0]) is not None
-
-
-@pytest.mark.parametrize(("own_s", "decodes"), [(0.1, False), (0.3, True)])
-def test_auto_takes_the_faster_one(
-    own_s: float, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [("os.kill(os.getpid(), signal.SIGILL)", "SIGILL"), ("sys.exit('it does not load m.gguf')", "does not load")],
+)
+def test_a_library_whose_trial_fails_is_not_used(
+    ends: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    monkeypatch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(own_s, 0.2))
-    engine = Engine.load(EngineConfig(str(tmp_path / "m.gguf"), dtype="float32"))
-    assert engine.llama is not None
-    assert engine.llama.measured
-    assert (llama_of(engine) is not None) == decodes
+    failing = [sys.executable, "-c", f"import os, signal, sys; {ends}"]
+    run, runs = subprocess.run, list[object]()
+
+    def fail(command: object, **options: object) -> object:
+        runs.append(command)
+        return run(failing, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    for _ in range(2):  # another build of the library may run
+        engine, said = engine_of(tmp_path / "m.gguf")
+        assert len(ask(engine)[0]) == 8
+        assert llama_of(engine) is None
+        assert any(reason in text for text in said)
+    assert len(runs) == 2
 
 
-def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp then continues the answer, with the same tokens."""
+def test_a_trial_is_repeated_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, over the file itself; a changed file is tried anew."""
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
-    ids, logprobs, _ = ask(Engine.load(replace(config, decode_with="torch")), count=12)
-    monkeypatch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(0.5, 0.25, load_s=1.5))
-    engine = Engine.load(config)
-    decode = create_autospec(LlamaCpp.decode, side_effect=LlamaCpp.decode)
-    monkeypatch.setattr(LlamaCpp, "decode", decode)
-    assert ask(engine, count=6)[0] == ids[:6]
-    assert engine.llama is not None
-    assert not engine.llama.decided
-    long, long_logprobs, _ = ask(engine, count=12)
-    assert long == ids
-    assert max(abs(a - b) for a, b in zip(logprobs, long_logprobs, strict=True)) < LOGPROB
-    assert llama_of(engine) is not None
-    assert decode.call_count == 12 - 1 - 6
-    assert ask(engine, count=6)[0] == ids[:6], "it is loaded: now it decodes from the first token on"
-    assert decode.call_count == 5 + 5
-
-
-def test_the_time_to_load_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path / "m", "llama-gqa")
-    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
-    config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
-    engine = Engine.load(config)
-    file = tmp_path / "m.gguf"
-    assert speeds.decode_speeds(engine.runtime, file).worth_after == 0
-    assert llama_of(engine) is not None
-    assert speeds.decode_speeds(Engine.load(config).runtime, file).worth_after > 0
-
-
-def test_a_file_whose_kv_differs_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path / "m", "llama-gqa")
-    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
-    monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV differs from the model's")))
-    config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
-    assert llama_of(Engine.load(config)) is None
-    monkeypatch.setattr(decoder, "LlamaCpp", lambda *args: pytest.fail("it is known"))
-    engine, said = Engine.load(config), list[str]()
-    engine.runtime.say = said.append
-    assert llama_of(engine) is None
-    assert "its KV differs from the model's" in said[0]
-
-
-def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, over the file itself."""
-    write_checkpoint(tmp_path / "m", "llama-gqa")
-    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    engine, _ = engine_of(tmp_path / "m.gguf")
-    found = speeds.decode_speeds(engine.runtime, tmp_path / "m.gguf")
-    assert found.error is None
-    assert min(found.own_s, found.llama_cpp_s) > 0
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: pytest.fail("it is known"))
-    assert speeds.decode_speeds(engine.runtime, tmp_path / "m.gguf") == found
+    missing = Mock(side_effect=OSError("no memory"))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", missing)
+        assert llama_of(engine_of(tmp_path / "m.gguf")[0]) is None
+    said = list[str]()
+    trial.check_runs(tmp_path / "m.gguf", 1, said.append)
+    assert len(said) == 1
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert llama_of(engine_of(tmp_path / "m.gguf")[0]) is not None
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(LlamaError, match="no memory"):
+        trial.check_runs(tmp_path / "m.gguf", 1, said.append)
 
 
 def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +351,7 @@ def test_impossible_llama_cpp_settings_are_usage_errors(
     stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = stored.engine.model
-    assert llama_file(EngineConfig(), model) is None  # a checkpoint, and no file named
+    assert llama_file(EngineConfig(), model) is None
     with pytest.raises(UsageError):
         llama_file(EngineConfig(decode_with="llama.cpp"), model)
     with pytest.raises(NotFoundError):
@@ -419,11 +360,14 @@ def test_impossible_llama_cpp_settings_are_usage_errors(
         EngineConfig(decode_with="vllm")
     named = EngineConfig(decode_with="llama.cpp", decode_model=str(stored.engine.llama and stored.engine.llama.file))
     assert llama_file(named, model) is not None
+    assert llama_file(replace(named, decode_with="auto"), model) == llama_file(named, model), "the file names llama.cpp"
+    assert llama_file(replace(named, decode_with="torch"), model) is None
     for module in MODULES:
         monkeypatch.setitem(sys.modules, module, None)  # not installed
-    assert llama_file(replace(named, decode_with="auto"), model) is None
-    with pytest.raises(UsageError):
-        llama_file(named, model)
+    assert llama_file(replace(named, decode_with="torch"), model) is None
+    for decode_with in ("auto", "llama.cpp"):
+        with pytest.raises(UsageError):
+            llama_file(replace(named, decode_with=decode_with), model)
 
 
 def test_a_missing_gguf_file_is_an_error(tmp_path: Path) -> None:
@@ -439,7 +383,7 @@ def test_a_missing_gguf_file_is_an_error(tmp_path: Path) -> None:
 def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("cacheblend_cli.model.gguf_files.reader")  # its class is of the reader itself
     monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # seconds; the engine and transformers ask for it
-    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(decoder, "check_runs", Mock())
     engine = Engine.load(EngineConfig("smollm2", dtype="float32", decode_with="llama.cpp", threads=1))
     question = AskRequest(
         "What is the capital of France, and of Germany?", (), BlendParams(), SamplingParams(max_tokens=12, logprobs=0)

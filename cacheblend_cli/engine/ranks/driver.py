@@ -241,11 +241,11 @@ def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.d
     UsageError for options that are not implemented on several ranks."""
     spec = read_spec(path)
     check_divisible(spec, size)
-    for name, value, known in (
-        ("--weight-dtype int8", config.weight_dtype, ("auto",)),
-        ("--decode-with llama.cpp", config.decode_with, ("auto", "torch")),
+    for name, given in (
+        ("--weight-dtype int8", config.weight_dtype != "auto"),
+        ("--decode-with llama.cpp", config.llama_cpp_decodes),
     ):
-        if value not in known:
+        if given:
             raise UsageError(f"{name} is not implemented with --tensor-parallel", "omit one of them")
     return replace(
         config,

@@ -1,11 +1,8 @@
-"""llama.cpp as a second decoder: used if the settings demand it or it is faster, after comparing its KV with ours."""
+"""llama.cpp as a second decoder: used if the settings name it, after comparing its KV with ours."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
@@ -13,42 +10,45 @@ import torch
 
 from cacheblend_cli.engine.connectors.llama_cpp.library import LlamaError, library
 from cacheblend_cli.engine.connectors.llama_cpp.llama import LlamaCpp, LlamaSequence
-from cacheblend_cli.engine.connectors.llama_cpp.speeds import TOKENS, ShortPrompt, decode_speeds, keep
+from cacheblend_cli.engine.connectors.llama_cpp.trial import check_runs
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import DecodeOutput, TableInput, Worker
 from cacheblend_cli.kv.export import export
+from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.pool import upload
+from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.read_ahead import remember
+
+COMPARED = 8  # tokens that both engines compute before the first answer
 
 
 class LlamaDecoder:
-    """Decodes with a GGUF file in llama.cpp, loaded for the first answer that it may decode. measured: only if
-    llama.cpp is faster, and only from the token on at which loading the file pays off."""
+    """Decodes with a GGUF file in llama.cpp, loaded for the first answer. If that fails, this engine decodes all
+    answers."""
 
-    def __init__(self, runtime: Runtime, file: Path, *, measured: bool = False) -> None:
-        self._runtime, self.file, self.measured = runtime, file, measured
-        self.decided = False
+    def __init__(self, runtime: Runtime, file: Path) -> None:
+        self._runtime, self.file = runtime, file
+        self._tried = False
         self._llama: LlamaCpp | None = None
-        self._worth_after: float | None = None  # tokens of an answer, None until it was looked up
         self._refused = WeakSet[Sequence]()  # they are decoded here
 
     @property
     def note(self) -> str | None:
         """Message about the cost of decoding in another engine."""
-        if self.decided and self._llama is None:
+        if self._tried and self._llama is None:
             return None
-        may = "" if self._llama is not None or not self.measured else " where that is faster"
         size = self.file.stat().st_size / 2**20
         return (
-            f"llama.cpp decodes with {self.file.name}{may}: memory holds the weights a second time ({size:,.0f} MiB), and KV of "
+            f"llama.cpp decodes with {self.file.name}: memory holds the weights a second time ({size:,.0f} MiB), and KV of "
             "running answers"
         )
 
     def loaded(self) -> LlamaCpp | None:
-        """Return llama.cpp if it decodes, loaded on first use; else None, with a message if it was requested."""
-        if not self.decided:
-            self.decided = True
+        """Return llama.cpp, loaded on first use; None, with a message, if it cannot decode."""
+        if not self._tried:
+            self._tried = True
             try:
                 self._llama = self._load()
             except LlamaError as error:
@@ -56,25 +56,21 @@ class LlamaDecoder:
             remember(self._runtime.config, "decoder", [] if self._llama is None else [self.file])
         return self._llama
 
-    def _load(self) -> LlamaCpp | None:
-        """Load llama.cpp and check that its KV equals this model's. Returns None if it was `measured` to be slower.
-        Raises LlamaError."""
-        runtime, speeds = self._runtime, decode_speeds(self._runtime, self.file)
-        if speeds.error is not None:
-            raise LlamaError(f"llama.cpp is not used here: {speeds.error}")
-        if self.measured and speeds.own_s <= speeds.llama_cpp_s:
-            return None
-        start = time.perf_counter()
-        llama = LlamaCpp(library(), self.file, torch.get_num_threads())
-        with ShortPrompt(runtime) as prompt:
-            try:
-                llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
-            except LlamaError as error:
-                if self.measured:  # loading the file again would find the same
-                    keep(runtime, self.file, replace(speeds, error=error.message))
-                raise
-        if self.measured and not speeds.load_s:  # the measurement has just read the file, as for later starts
-            keep(runtime, self.file, replace(speeds, load_s=time.perf_counter() - start))
+    @torch.inference_mode()
+    def _load(self) -> LlamaCpp:
+        """Load llama.cpp and compare its KV of a few tokens with this model's. Raises LlamaError."""
+        decoder, num_threads = self._runtime.decoder, torch.get_num_threads()
+        check_runs(self.file, num_threads, self._runtime.progress)
+        llama = LlamaCpp(library(), self.file, num_threads)
+        token_ids = [i * decoder.spec.vocab_size // COMPARED for i in range(COMPARED)]
+        sequence = self._runtime.memory_for(1).pool.new_sequence(COMPARED)
+        try:
+            positions = torch.arange(COMPARED, device=decoder.device)
+            rows = rows_of(decoder, sequence, positions, COMPARED, COMPARED)
+            forward(decoder, rows, upload(token_ids, decoder.device))
+            llama.check(token_ids, export(decoder, sequence, COMPARED))
+        finally:
+            sequence.release()
         return llama
 
     def takes(self, sequence: Sequence, worker: Worker) -> bool:
@@ -82,7 +78,7 @@ class LlamaDecoder:
             return True
         state, paged = sequence.state, sequence.paged
         num_generated = sequence.kv_len - state.num_tokens
-        if self._loads_after(num_generated) or paged is None or sequence in self._refused:
+        if paged is None or sequence in self._refused:
             return False
         if (llama := self.loaded()) is None:
             return False
@@ -95,15 +91,6 @@ class LlamaDecoder:
             state.request.notes.append(f"{error.message}; cacheblend decodes by itself")
         return sequence.elsewhere is not None
 
-    def _loads_after(self, num_generated: int) -> bool:
-        """Return whether llama.cpp is not loaded yet and the answer is still too short to justify loading it."""
-        if self.decided or not self.measured:
-            return False
-        if self._worth_after is None:
-            with suppress(LlamaError):
-                self._worth_after = decode_speeds(self._runtime, self.file).worth_after
-        return num_generated < (self._worth_after or 0.0)
-
     def batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         return [sequences]
 
@@ -114,19 +101,16 @@ class LlamaDecoder:
         return DecodeOutput(logits.to(self._runtime.decoder.device), [None] * len(sequences))
 
     def describe(self) -> dict[str, str | int]:
-        """Return facts for `doctor`, after choosing the decoder."""
+        """Return facts for `doctor`, after loading llama.cpp."""
         refused, runtime = list[str](), self._runtime
         say, runtime.say = runtime.say, refused.append
         try:
             llama = self.loaded()
-            facts: dict[str, str | int] = {"decode_speeds": str(decode_speeds(runtime, self.file))}
         finally:
             runtime.say = say
         if llama is None:
-            return {"decoded_by": "; ".join(["cacheblend", *refused]), **facts}
-        beside = "beside the weights above"
+            return {"decoded_by": "; ".join(["cacheblend", *refused])}
         return {
-            "decoded_by": f"llama.cpp ({llama.library.name}), {self.file}, {beside}",
+            "decoded_by": f"llama.cpp ({llama.library.name}), {self.file}, beside the weights above",
             "llama_cpp_bytes": self.file.stat().st_size,
-            **facts,
         }

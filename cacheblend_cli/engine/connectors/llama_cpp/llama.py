@@ -1,15 +1,7 @@
-"""llama.cpp as the decoding engine: it takes a prompt's KV as its own state, and returns logits of later tokens.
-
-Run as a program, FILE THREADS, it times llama.cpp and prints {"decode_s"} (seconds per token, the best of a few) or
-{"error"}. Code that the machine cannot run then ends this process instead of the engine's (ggml's AMX code dies with
-SIGILL on some virtual machines).
-"""
+"""llama.cpp as the decoding engine: it takes a prompt's KV as its own state, and returns logits of later tokens."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.connectors.llama_cpp.library import LEAST_BATCH, Batch, Library, LlamaError, library
+from cacheblend_cli.engine.connectors.llama_cpp.library import LEAST_BATCH, Batch, Library, LlamaError
 from cacheblend_cli.engine.connectors.llama_cpp.state import StateLayout
 from cacheblend_cli.kv.export import KVReader
 
@@ -114,19 +106,14 @@ class LlamaCpp:
             del self._live[sequence.index]
             self.library.llama_memory_seq_rm(self.library.llama_get_memory(self._context), sequence.index, -1, -1)
 
-    def decode_s(self) -> float:
-        """Return the seconds per token, the best of a few. Only before the first sequence."""
+    def try_out(self) -> None:
+        """Compute batches of several tokens and of one, for which ggml has separate code. Only before the first
+        sequence. Raises LlamaError."""
         assert not self._live
-        token_ids = [i * self.vocab_size // PROBED for i in range(PROBED)]
-        self._fit(2 * PROBED, 1)
-        self._run(token_ids, range(PROBED), [0] * PROBED)
-        best = float("inf")
-        for step, token in enumerate(token_ids):
-            start = time.perf_counter()
-            self._run([token], [PROBED + step], [0])
-            best = min(best, time.perf_counter() - start)
+        self._fit(PROBED + 1, 1)
+        self._run([i * self.vocab_size // PROBED for i in range(PROBED)], range(PROBED), [0] * PROBED)
+        self._run([0], [PROBED], [0])
         self.library.llama_memory_seq_rm(self.library.llama_get_memory(self._context), 0, -1, -1)
-        return best
 
     @property
     def num_sequences(self) -> int:
@@ -197,10 +184,3 @@ class LlamaCpp:
     def _put(self, context: int, index: int, state: np.ndarray) -> None:
         if self.library.llama_state_seq_set_data(context, state.ctypes.data, len(state), index) != len(state):
             raise self.library.error("llama.cpp refuses the prompt's KV")
-
-
-if __name__ == "__main__":
-    try:
-        print(json.dumps({"decode_s": LlamaCpp(library(), Path(sys.argv[1]), int(sys.argv[2])).decode_s()}))
-    except LlamaError as error:
-        print(json.dumps({"error": error.message}))
