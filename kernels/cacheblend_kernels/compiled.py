@@ -41,16 +41,25 @@ _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, S
 _PREFILL, _BLOCKS = Struct("7P11q2f2i0P").pack, Struct("2Pq2i0P").pack
 _GUARD = Struct("3Pq2i0P").pack
 GGUF_BLOCKS = {
+    0: (4, 1),
+    1: (2, 1),
     2: (18, 32),
     3: (20, 32),
     6: (22, 32),
     7: (24, 32),
     8: (34, 32),
+    10: (84, 256),
+    11: (110, 256),
     12: (144, 256),
     13: (176, 256),
     14: (210, 256),
+    20: (18, 32),
+    23: (136, 256),
+    30: (2, 1),
+    39: (17, 32),
 }
-"""Number of a GGMLQuantizationType (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K) -> (bytes, values) of a block."""
+"""Number of a GGMLQuantizationType (F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4)
+-> (bytes, values) of a block."""
 
 
 @cache
@@ -332,7 +341,8 @@ def gguf_blocks(raw: Tensor, kind: int, scratch: Tensor | None = None) -> Tensor
         # mapped, so that its pages go with it: freed blocks between weights that stay would be a fifth of these
         scratch = torch.frombuffer(mmap(-1, max(4, 4 * count * values)), dtype=torch.float32)
     out = scratch[: count * values]
-    code.cb_gguf_blocks(_BLOCKS(raw.data_ptr(), out.data_ptr(), count, kind, _threads(count * values)))
+    if code.cb_gguf_blocks(_BLOCKS(raw.data_ptr(), out.data_ptr(), count, kind, _threads(count * values))):
+        return None
     return out.view(num_rows, num_bytes // block_bytes * values)
 
 

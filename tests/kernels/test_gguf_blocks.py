@@ -39,6 +39,6 @@ def test_blocks_are_restored(
 
 def test_other_kinds_and_parts_of_blocks_are_left_to_the_package() -> None:
     raw = torch.zeros(2, 34, dtype=torch.uint8)
-    assert compiled.gguf_blocks(raw, GGMLQuantizationType.Q2_K) is None
+    assert compiled.gguf_blocks(raw, GGMLQuantizationType.TQ2_0) is None
     assert compiled.gguf_blocks(raw[:, :33].contiguous(), GGMLQuantizationType.Q8_0) is None
     assert compiled.gguf_blocks(raw[:, ::2], GGMLQuantizationType.Q8_0) is None

@@ -297,12 +297,23 @@ FAST INLINE void scales_of(const int kind, const uint8_t *p, Scales *s) {
     }
 }
 
+/* A number in each lane, loaded so: GCC would put the numbers of several runs into one vector, and take it apart. */
+FAST INLINE vec everywhere(const float *p) {
+#if defined PRODUCTS && LANES == 16
+    return (vec)_mm512_broadcastss_ps(_mm_load_ss(p));
+#elif defined PRODUCTS
+    return (vec)_mm256_broadcast_ss(p);
+#else
+    return splat(*p);
+#endif
+}
+
 FAST INLINE void restore_run(const int kind, const uint8_t *p, const Scales *s, const int run, void *out, int64_t at, const int type) {
     const bytes32 codes = codes_of(kind, p, run);
     _Pragma("GCC unroll 8") for (int i = 0; i < RUN; i += LANES) {
         const int scale = is_fine(kind) ? run * 2 + i / 16 : run;
-        vec x = numbers_at(codes, i, !has_offsets(kind)) * splat(s->scales[scale]);
-        if (has_offsets(kind)) x += splat(s->offsets[scale]);
+        vec x = numbers_at(codes, i, !has_offsets(kind)) * everywhere(s->scales + scale);
+        if (has_offsets(kind)) x += everywhere(s->offsets + scale);
         store(out, at + i, x, type);
     }
 }
@@ -311,7 +322,7 @@ FAST INLINE void restore_run(const int kind, const uint8_t *p, const Scales *s, 
 FAST INLINE void restore_group(const int kind, const uint8_t *p, int first, int last, void *out, const int type) {
     Scales s;
     scales_of(kind, p, &s);
-    __asm__("" : "+m"(s)); /* each scale is then loaded into a whole vector, instead of taken out of a vector */
+    __asm__("" : "+m"(s)); /* they are loaded from memory, not taken out of vectors */
     if (first == 0 && last == 8)
         _Pragma("GCC unroll 8") for (int run = 0; run < 8; run++) restore_run(kind, p, &s, run, out, run * RUN, type);
     else
