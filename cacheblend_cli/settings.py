@@ -207,7 +207,6 @@ class Settings:
     keep_alive: str = _setting(
         "", "Answer with a background engine that exits after being idle this long, such as 10m. 0: off."
     )
-    weights_cache_gb: float = _setting(4.0, "Disk space for weights packed for this CPU, in GB; 0: none.", least=0)
 
     @property
     def store_path(self) -> Path:
@@ -237,7 +236,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),
-    "start": ("weights_cache_gb", "keep_alive"),
+    "start": ("keep_alive",),
     "serve": ("retrieve", "allow_origin"),
 }  # fmt: skip
 """Settings by topic. Commands select their flags by group; sockets.py uses the groups that identify an engine."""

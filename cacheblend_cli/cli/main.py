@@ -42,35 +42,9 @@ def main() -> None:
         ensure_home()
         limit_spinning()
         code = run()
-        _finish_writing(interrupted=code == ExitCode.INTERRUPTED)
     except KeyboardInterrupt:
         interrupts.end()
     sys.exit(code)
-
-
-def _finish_writing(*, interrupted: bool) -> None:
-    """Wait for packed weights that are being written, or cancel that on Ctrl-C."""
-    cache = sys.modules.get("cacheblend_cli.model.packed_cache")  # do not import it here
-    writers = [] if cache is None else cache.writers()
-    if interrupted:
-        for writer in writers:
-            writer.stop()
-        return
-    try:
-        if writers and sys.stderr.isatty() and not {"-q", "--quiet", "--json"} & set(sys.argv):
-            from cacheblend_cli.cli.output import Output
-            from cacheblend_cli.cli.units import format_size
-
-            size, folder = format_size(sum(writer.size for writer in writers)), writers[0].path.parent
-            Output().note(
-                f"writing packed weights for the next start: {size} in {folder} (Ctrl-C cancels; "
-                "cacheblend config set weights_cache_gb 0 prevents it)"
-            )
-        for writer in writers:
-            writer.wait()
-    except KeyboardInterrupt:
-        for writer in writers:
-            writer.stop()
 
 
 class _ClosedStdout(io.StringIO):

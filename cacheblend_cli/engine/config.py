@@ -38,7 +38,6 @@ class EngineConfig:
     template_var: tuple[str, ...] = ()  # NAME=VALUE for the chat template
     decode_with: str = "auto"  # torch, llama.cpp, or auto: llama.cpp if decode_model names a file for it
     decode_model: str = ""  # GGUF file that llama.cpp decodes with, "" for the model's own
-    weights_cache_gb: float = 4.0  # disk for packed weights of all models (model/packed_cache.py), 0 for none
     tensor_parallel: int = 0  # processes that share the model; 0: those that torchrun started, or one
 
     def __post_init__(self) -> None:

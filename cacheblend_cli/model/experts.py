@@ -82,7 +82,7 @@ class Router:
     def __init__(self, experts: ExpertsSpec, weight: Tensor, correction: Tensor | None) -> None:
         assert experts.routing is not None
         self._experts, self._routing = experts, experts.routing
-        self._scores, self._correction = Linear(weight.float(), pack=False), correction
+        self._scores, self._correction = Linear(weight.float()), correction
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (fp32) and indexes of each row's experts, both [num_rows, per_token]."""

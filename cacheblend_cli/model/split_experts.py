@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     expert: int
     first: int
     step: int
-    count: int
+    num_rows: int
 
 
 class SplitExperts:
@@ -85,9 +85,9 @@ class SplitExperts:
         table = self._source.rows(part.stored) if self._stacked and not part.kind else None
         if table is None:
             return None
-        of_expert = part.count * (2 if "gate_up_proj" in part.stored else 1)
+        of_expert = part.num_rows * (2 if "gate_up_proj" in part.stored else 1)
         first = part.expert * of_expert + part.first
-        return table[first : first + part.count]
+        return table[first : first + part.num_rows]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         part = self._parts.get(name)
