@@ -10,6 +10,7 @@ from types import ModuleType
 import gguf
 import numpy as np
 import pytest
+from cacheblend_kernels import compiled
 from gguf import GGMLQuantizationType as Kind
 
 
@@ -79,7 +80,6 @@ def test_a_program_is_cut_where_its_model_is_loaded(peers_files: ModuleType) -> 
         cut = peers_files.only_loading(program)
         compile(cut, "program", "exec")
         assert "process_time()" in cut
-        assert "first" not in cut.rpartition("def ")[0].splitlines()[-1:]
         assert cut.count("print") == 1
 
 
@@ -101,6 +101,15 @@ def test_what_does_not_fit_or_cannot_be_forced_is_named(
     rows, left_out = peers_files.rows_of(file, None, avx2=False, memory_gib=0)
     assert not any("transformers" in name for name in rows)
     assert any("does not fit" in line for line in left_out)
+
+
+def test_a_variable_of_torch_limits_the_compiled_code_to_avx2(
+    peers_files: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled.loaded("_cpu_avx2") is None:
+        pytest.skip("the compiled code for AVX2 was not built, or does not load")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert peers_files._ours_is_avx2()
 
 
 def test_the_page_has_a_part_per_machine_and_what_is_left_out(peers_files: ModuleType) -> None:
