@@ -171,7 +171,9 @@ def rows_of(file: ModelFile, ik_llama: Path | None, avx2: bool, memory_gib: floa
         left_out.append("llama.cpp: xllamacpp is not installed")
     if ik_llama:
         rows[f"{name}: ik_llama.cpp"] = [str(ik_llama), path, ids], [str(ik_llama), path, ids, "load"]
-    if file.path.stat().st_size * FLOAT32_TWICE > memory_gib * 2**30:
+    if not find_spec("accelerate"):
+        left_out.append("transformers: it needs accelerate for GGUF files, which is not installed")
+    elif file.path.stat().st_size * FLOAT32_TWICE > memory_gib * 2**30:
         left_out.append(f"transformers with {name}: it dequantises to float32, which does not fit the memory twice")
     else:
         for dtype in ("float32", "bfloat16"):

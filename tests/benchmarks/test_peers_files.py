@@ -87,6 +87,7 @@ def test_what_does_not_fit_or_cannot_be_forced_is_named(
     peers_files: ModuleType, shape_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_files, "_ours_is_avx2", lambda: False)
+    monkeypatch.setattr(peers_files, "find_spec", lambda name: name == "accelerate")
     (tmp_path / "shape chunks").write_text("a,b")
     file = peers_files.ModelFile(shape_file, tmp_path)
     rows, left_out = peers_files.rows_of(file, None, avx2=False, memory_gib=64)
@@ -101,6 +102,9 @@ def test_what_does_not_fit_or_cannot_be_forced_is_named(
     rows, left_out = peers_files.rows_of(file, None, avx2=False, memory_gib=0)
     assert not any("transformers" in name for name in rows)
     assert any("does not fit" in line for line in left_out)
+    monkeypatch.setattr(peers_files, "find_spec", lambda name: None)
+    rows, left_out = peers_files.rows_of(file, None, avx2=False, memory_gib=64)
+    assert {line.split(":")[0] for line in left_out} == {"llama.cpp", "transformers"}
 
 
 def test_a_variable_of_torch_limits_the_compiled_code_to_avx2(
