@@ -7,11 +7,12 @@ at the first token, and at the hundredth. Greedy, 100 tokens, without an end of 
 """
 
 TRANSFORMERS = """
-import json, sys, time
+import json, os, sys, time
 import torch
 from transformers import AutoModelForCausalLM
 path, ids, kind = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, kind)).eval()
+folder, name = os.path.split(path) if path.endswith(".gguf") else (path, None)
+model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, kind)).eval()
 row, times = torch.tensor([json.load(open(ids))]), []
 class Clock:
     def put(self, token): times.append(time.time())

@@ -177,8 +177,10 @@ def measure(
     seconds: float,
     most_used: float,
     run: Callable[[list[str]], dict[str, float]] = run,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Run the row with the fewest runs again and again, each at least once; every kept run is written at once."""
+    """Run the row with the fewest runs again and again, each at least once; every kept run is saved at
+    once, by default with `write`."""
     here = result["machines"][machine]
     runs, notes, failed = here["runs"], here["notes"], set[str]()
     commands = {name: [*command, "plain"] if name in notes else command for name, command in commands.items()}
@@ -211,7 +213,7 @@ def measure(
         )
         if kept:
             runs[name].append({column: float(f"{value:.4g}") for column, value in found.items()})
-            write(result)
+            (save or write)(result)
 
 
 def write(result: dict[str, Any]) -> None:
@@ -234,22 +236,31 @@ def table(result: dict[str, Any]) -> str:
             if any(", served" in name for here in result["machines"].values() for name in here["runs"])
             else ()
         ),
+        *machine_tables(result, COLUMNS),
     ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def machine_tables(result: dict[str, Any], columns: dict[str, str]) -> list[str]:
+    """Return the lines of a table per machine. columns: titles and the figures of a run; the last two are tokens per
+    second and MiB."""
+    lines = []
     for machine, here in result["machines"].items():
         h = here["hardware"]
         lines += [
             *("", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""),
-            "| | " + " | ".join(COLUMNS) + " | runs |",
-            "|---" * (len(COLUMNS) + 2) + "|",
+            "| | " + " | ".join(columns) + " | runs |",
+            "|---" * (len(columns) + 2) + "|",
         ]
         for name, found in here["runs"].items():
             if not found:
                 continue
-            *times, rate, peak = (statistics.median(r[column] for r in found) for column in COLUMNS.values())
+            *times, rate, peak = (statistics.median(r[column] for r in found) for column in columns.values())
             cells = [*(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}", str(len(found))]
             lines.append(f"| {name}{' *' * (name in here['notes'])} | " + " | ".join(cells) + " |")
         lines += ["", *(f"\\* {note}." for note in dict.fromkeys(here["notes"].values()))]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += [f"Left out: {line}." for line in here.get("left_out", ())]
+    return lines
 
 
 def results_of(path: Path, machine: str, anew: bool) -> dict[str, Any]:

@@ -65,7 +65,7 @@ GGUF_BLOCKS = {
 @cache
 def library() -> Any:
     """Return the compiled code for this CPU's vector width, which runs without the GIL; None if it does not load."""
-    narrow = platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
+    narrow = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512"
     return loaded("_cpu_avx2" if narrow else "_cpu")
 
 
