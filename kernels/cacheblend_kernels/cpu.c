@@ -12,6 +12,7 @@
 #include "cpu/activations.h"
 #include "cpu/decode_attention.h"
 #include "cpu/gguf_blocks.h"
+#include "cpu/decode_product.h"
 #include "cpu/norms.h"
 #include "cpu/prefill_attention.h"
 #include "cpu/products.h"

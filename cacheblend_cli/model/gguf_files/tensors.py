@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from cacheblend_kernels import compiled
+from cacheblend_kernels.row_table import RowTable
 from cacheblend_store.private_files import create
 from torch import Tensor
 
@@ -122,6 +123,8 @@ def dequantised(raw: np.ndarray, name: str, scratch: Tensor) -> Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    kind = GGMLQuantizationType[name]
-    found = compiled.gguf_blocks(torch.from_numpy(raw), int(kind), scratch)
+    kind, found = GGMLQuantizationType[name], None
+    if (block := compiled.GGUF_BLOCKS.get(kind)) is not None and raw.shape[1] % block[0] == 0:
+        table = RowTable.of(torch.from_numpy(raw), kind, raw.shape[1] // block[0] * block[1])
+        found = compiled.restore_rows(table, torch.arange(len(raw)), out=scratch)
     return torch.from_numpy(dequantize(raw, kind)) if found is None else found
