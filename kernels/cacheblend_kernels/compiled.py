@@ -11,7 +11,6 @@ import ctypes
 import importlib.util
 import platform
 from functools import cache
-from mmap import mmap
 from struct import Struct
 from typing import Any
 
@@ -29,7 +28,7 @@ from cacheblend_kernels.interface import (
 )
 from cacheblend_kernels.row_table import RowTable
 
-ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 7, 16, 256, 256, 32, 1024  # as in cpu/*.h
+ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 8, 16, 256, 256, 32, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
@@ -38,28 +37,9 @@ _ALONE = 1 << 15  # elements; below this a second thread costs more than it save
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PREFILL_PRODUCT = Struct("5P3qf3i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
-_PREFILL, _BLOCKS = Struct("7P11q2f2i0P").pack, Struct("2Pq2i0P").pack
+_PREFILL, _DECODE = Struct("7P11q2f2i0P").pack, Struct("5P3qf4i0P").pack
+_RESTORING = Struct("4P3q2i0P").pack
 _GUARD = Struct("3Pq2i0P").pack
-GGUF_BLOCKS = {
-    0: (4, 1),
-    1: (2, 1),
-    2: (18, 32),
-    3: (20, 32),
-    6: (22, 32),
-    7: (24, 32),
-    8: (34, 32),
-    10: (84, 256),
-    11: (110, 256),
-    12: (144, 256),
-    13: (176, 256),
-    14: (210, 256),
-    20: (18, 32),
-    23: (136, 256),
-    30: (2, 1),
-    39: (17, 32),
-}
-"""Number of a GGMLQuantizationType (F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4)
--> (bytes, values) of a block."""
 
 
 @cache
@@ -87,7 +67,8 @@ def loaded(name: str) -> Any:
             "prefill_attention",
             "rope_and_cache",
             "load_codes",
-            "gguf_blocks",
+            "decode_product",
+            "restore_rows",
             "guard_mapping",
         ):
             getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
@@ -326,34 +307,51 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
     return not failed
 
 
-def gguf_blocks(raw: Tensor, kind: int, scratch: Tensor | None = None) -> Tensor | None:
-    """Dequantise rows of a GGUF tensor: raw [num_rows, num_bytes] uint8 -> fp32 [num_rows, num_values], equal to the
-    gguf package's to the bit. kind: number of the GGMLQuantizationType. scratch: fp32 memory for the result, used if it
-    is large enough: new memory costs six times what the blocks do."""
-    code, (block_bytes, values) = library(), GGUF_BLOCKS.get(kind, (0, 0))
-    if code is None or not values or raw.dtype != torch.uint8 or not raw.is_cpu or not raw.is_contiguous():
+def decode_product(
+    x: Tensor, table: RowTable, bias: Tensor | None = None, *, vnni: bool = True
+) -> Tensor | None:
+    """factor * x W^T + bias for a few rows, with the weights where they are stored. Also None for a kind that is not in BLOCKS. Rows
+    are rounded to 8 bits, with a scale for 32 values, for weights in blocks; not for F32, F16 and BF16. A row's result
+    depends neither on other rows nor on the number of threads.
+
+    x: [num_rows, width], fp32 or bf16; bias: [num_outputs], fp32 or bf16. vnni: False to do without these instructions.
+    """
+    code, kind, of_x, num_outputs = library(), _TYPES.get(x.dtype), x.shape, len(table.kinds)
+    if code is None or kind is None or not x.is_cpu or len(of_x) != 2 or of_x[1] != table.width:
         return None
-    num_rows, num_bytes = raw.shape
-    if num_bytes % block_bytes:
+    at_bias, of_bias = 0, 0
+    if bias is not None:
+        if bias.dtype not in _TYPES or bias.shape != (num_outputs,) or not bias.is_contiguous() or not bias.is_cpu:
+            return None
+        at_bias, of_bias = bias.data_ptr(), _TYPES[bias.dtype]
+    x, num_rows = x.contiguous(), of_x[0]
+    out = x.new_empty(num_rows, num_outputs)
+    addresses = x.data_ptr(), table.addresses.data_ptr(), table.kinds.data_ptr(), at_bias, out.data_ptr()
+    numbers = num_rows, table.width, num_outputs, table.factor, kind, of_bias, int(vnni), _threads(table.width * num_outputs)
+    return None if num_rows and code.cb_decode_product(_DECODE(*addresses, *numbers)) else out
+
+
+def restore_rows(
+    table: RowTable, indices: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor | None:
+    """Dequantise rows: [num_indices, width] in fp32, equal to the gguf package's to the bit, or rounded to bf16. Also
+    None for a kind that is not in BLOCKS. indices: [num_indices] int64. out: memory of this dtype for the result,
+    used if it is large enough."""
+    code, kind, count = library(), _TYPES.get(dtype), len(indices)
+    if code is None or kind is None or indices.dtype != torch.int64 or not indices.is_cpu:
         return None
-    count = num_rows * (num_bytes // block_bytes)
-    if scratch is None or scratch.numel() < count * values:
-        # mapped, so that its pages go with it: freed blocks between weights that stay would be a fifth of these
-        scratch = torch.frombuffer(mmap(-1, max(4, 4 * count * values)), dtype=torch.float32)
-    out = scratch[: count * values]
-    if code.cb_gguf_blocks(_BLOCKS(raw.data_ptr(), out.data_ptr(), count, kind, _threads(count * values))):
-        return None
-    return out.view(num_rows, num_bytes // block_bytes * values)
+    indices, num_values = indices.contiguous(), count * table.width
+    if out is None or out.numel() < num_values:
+        out = torch.empty(num_values, dtype=dtype)
+    out = out.view(-1)[:num_values].view(count, table.width)
+    addresses = table.addresses.data_ptr(), table.kinds.data_ptr(), indices.data_ptr(), out.data_ptr()
+    failed = code.cb_restore_rows(
+        _RESTORING(*addresses, len(table.kinds), count, table.width, kind, _threads(num_values))
+    )
+    if failed == 2:
+        raise KernelError("indices of rows that the table does not have", "indices are below num_outputs")
+    return None if failed else out
 
 
 def _threads(num_values: int) -> int:
     return 1 if num_values <= _ALONE else torch.get_num_threads()
-
-
-# TEMPORARY
-def decode_product(x, table, bias=None):
-    return prefill_product(x, table, bias)
-
-
-def restore_rows(table, indices, dtype):
-    return prefill_product(torch.eye(table.width), table[indices]).T.contiguous().to(dtype)

@@ -9,9 +9,11 @@
 
 #include "cpu/vectors.h"
 
+#include "cpu/gguf_blocks.h"
+
 #include "cpu/activations.h"
 #include "cpu/decode_attention.h"
-#include "cpu/gguf_blocks.h"
+#include "cpu/decode_product.h"
 #include "cpu/mapped_files.h"
 #include "cpu/norms.h"
 #include "cpu/prefill_attention.h"

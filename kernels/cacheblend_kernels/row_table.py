@@ -30,7 +30,7 @@ class RowTable:
     addresses: Tensor
     kinds: Tensor
     width: int
-    memory: tuple[object, ...] = ()
+    memory: object
     factor: float = 1.0
 
     @property
@@ -59,7 +59,13 @@ class RowTable:
         num_rows, width = shape
         _, num_bytes, values = BLOCKS[kind]
         addresses = address + torch.arange(num_rows) * (width // values * num_bytes)
-        return RowTable(addresses, torch.full((num_rows,), kind, dtype=torch.uint8), width, (memory,))
+        return RowTable(addresses, torch.full((num_rows,), kind, dtype=torch.uint8), width, memory)
+
+    @staticmethod
+    def of_bytes(raw: Tensor, kind: int, width: int) -> RowTable:
+        """Return a table of rows of blocks in memory. raw: [num_rows, num_bytes] uint8, contiguous."""
+        addresses = raw.data_ptr() + torch.arange(len(raw)) * raw.shape[1]
+        return RowTable(addresses, torch.full((len(raw),), kind, dtype=torch.uint8), width, raw)
 
     @staticmethod
     def of(matrix: Tensor) -> RowTable:
@@ -67,7 +73,7 @@ class RowTable:
         assert matrix.is_cpu and matrix.stride(1) == 1, "rows are contiguous, in the memory of the host"  # noqa: PT018
         addresses = matrix.data_ptr() + torch.arange(len(matrix)) * (matrix.stride(0) * matrix.itemsize)
         kinds = torch.full((len(matrix),), KINDS[matrix.dtype], dtype=torch.uint8)
-        return RowTable(addresses, kinds, matrix.shape[1], (matrix,))
+        return RowTable(addresses, kinds, matrix.shape[1], matrix)
 
     @staticmethod
     def cat(tables: Sequence[RowTable]) -> RowTable:
@@ -76,5 +82,4 @@ class RowTable:
         if len(tables) == 1:
             return first
         addresses, kinds = (torch.cat([getattr(t, name) for t in tables]) for name in ("addresses", "kinds"))
-        owners = {id(owner): owner for table in tables for owner in table.memory}
-        return RowTable(addresses, kinds, first.width, tuple(owners.values()), first.factor)
+        return RowTable(addresses, kinds, first.width, [table.memory for table in tables], first.factor)

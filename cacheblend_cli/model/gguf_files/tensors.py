@@ -188,9 +188,13 @@ def _stored_rows(tensor: StoredTensor, start: int, stop: int) -> Tensor:
 def dequantised(raw: np.ndarray, name: str, scratch: Tensor) -> Tensor:
     """Return rows of a tensor in float32: raw [num_rows, num_bytes] uint8. name: its GGMLQuantizationType. scratch:
     fp32 memory that compiled code may use for the result."""
+    if name in NUMBERS:
+        _, num_bytes, values = BLOCKS[NUMBERS[name]]
+        table = RowTable.of_bytes(torch.from_numpy(raw), NUMBERS[name], raw.shape[1] // num_bytes * values)
+        found = compiled.restore_rows(table, torch.arange(len(raw)), out=scratch)
+        if found is not None:
+            return found
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    kind = GGMLQuantizationType[name]
-    found = compiled.gguf_blocks(torch.from_numpy(raw), int(kind), scratch)
-    return torch.from_numpy(dequantize(raw, kind)) if found is None else found
+    return torch.from_numpy(dequantize(raw, GGMLQuantizationType[name]))

@@ -397,16 +397,33 @@ FAST static void restore_row_bf16(int kind, const uint8_t *row, int64_t first, i
 }
 
 typedef struct {
-    const uint8_t *blocks;
-    float *out;
-    int64_t count; /* blocks */
-    int32_t kind, threads;
-} Blocks;
+    const uint8_t *const *rows; /* [all]: address of each row */
+    const uint8_t *kinds;       /* [all] */
+    const int64_t *indices;     /* [count] */
+    void *out;                  /* [count, width] */
+    int64_t all, count, width;
+    int32_t type, threads;
+} Restoring;
 
-/* Return 1 if the CPU lacks the instructions. */
-int cb_gguf_blocks(const Blocks *b) {
+static void restore_indexed(const Restoring *r, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+        const int64_t row = r->indices[i];
+        if (r->type == FLOAT32)
+            restore_row(r->kinds[row], r->rows[row], 0, r->width, (float *)r->out + i * r->width);
+        else
+            restore_row_bf16(r->kinds[row], r->rows[row], 0, r->width, (uint16_t *)r->out + i * r->width);
+    }
+}
+
+/* Return 1 if the CPU lacks the instructions, or a kind is unknown or does not have rows of this width; 2 if there is no such row. */
+int cb_restore_rows(const Restoring *r) {
     if (!has_fast()) return 1;
-    const int values = block_values(b->kind);
-    IN_PARTS(b->count, b->threads, restore_row(b->kind, b->blocks, first * values, (last - first) * values, b->out + first * values));
+    for (int64_t i = 0; i < r->count; i++) {
+        const int64_t row = r->indices[i];
+        if (row < 0 || row >= r->all) return 2;
+        const int values = block_values(r->kinds[row]);
+        if (!values || r->width % values) return 1;
+    }
+    IN_PARTS(r->count, r->threads, restore_indexed(r, first, last));
     return 0;
 }
