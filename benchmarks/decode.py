@@ -123,7 +123,6 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     from cacheblend_cli.engine.core.output_processor import OutputProcessor
     from cacheblend_cli.engine.core.scheduler import Scheduler
     from cacheblend_cli.engine.worker import decode
-    from cacheblend_cli.model import linear
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,14 +154,11 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
 
     parts = Parts(time.thread_time if one else time.perf_counter)
     for owner, name, part in (
-        (linear, "_packed_product", "products"),
-        (linear, "_int8_product", "products"),
-        (compiled, "product", "products"),
+        (compiled, "decode_product", "products"),
         (torch.nn.functional, "linear", "products"),
         (compiled, "decode_attention", "attention"),
         (compiled, "rms_norm", "norms and sums"),
         (compiled, "rope_and_cache", "RoPE and cache"),
-        (compiled, "round_rows", "rounding to 8 bits"),
         (TorchBackend, "act_and_mul", "activation"),
         (output_processor, "draw_next", "sampling"),
         (decode, "next_rows", "batch"),

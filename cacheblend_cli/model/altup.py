@@ -22,11 +22,7 @@ class Streams:
 
     def __init__(self, weights: ModuleWeights, streams: StreamsSpec) -> None:
         self._split, self._merge = (
-            [
-                weights.product(f"{n}.{i}")
-                for i in range(1, streams.count)
-            ]
-            for n in ("streams_in", "streams_out")
+            [weights.product(f"{n}.{i}") for i in range(1, streams.count)] for n in ("streams_in", "streams_out")
         )
 
     def split(self, h: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Te
     return residual, residual
 
 
-
 class DecoderLayer:
     """One transformer layer with fused QKV and gate-up projections.
 

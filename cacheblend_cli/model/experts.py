@@ -3,8 +3,7 @@ experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F

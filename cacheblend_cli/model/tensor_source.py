@@ -66,7 +66,9 @@ class SafetensorsFiles:
             self._mapped[file] = MappedFile(file)
         mapped = self._mapped[file]
         shape = math.prod(stored.shape[:-1]), stored.shape[-1]
-        return RowTable.stored(KINDS[stored.dtype], shape, mapped.address(stored.begin, stored.end - stored.begin), mapped)
+        return RowTable.stored(
+            KINDS[stored.dtype], shape, mapped.address(stored.begin, stored.end - stored.begin), mapped
+        )
 
     def whole(self, name: str) -> Tensor:
         """Return the tensor, of any shape, as a mapping: its pages are read on access."""

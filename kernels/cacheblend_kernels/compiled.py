@@ -2,7 +2,7 @@
 
 Built when the package is installed, if there is a C compiler. Each function returns None for anything the compiled code
 does not support (not built, another dtype, a width that is not a multiple of 16). torch's operations then compute the
-same, up to the order of sums and the last bits of e^x; `round_rows` and `rope_and_cache` are equal to the bit.
+same, up to the order of sums and the last bits of e^x; `rope_and_cache` is equal to the bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALONE = 1 << 15  # elements; below this a second thread costs more than it save
 
 # The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
-_NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
+_NORM, _GATE = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack
 _PREFILL_PRODUCT = Struct("5P3qf3i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
 _PREFILL, _DECODE = Struct("7P11q2f2i0P").pack, Struct("5P3qf4i0P").pack
@@ -61,7 +61,6 @@ def loaded(name: str) -> Any:
         for function in (
             "rms_norm",
             "silu_and_mul",
-            "round_rows",
             "prefill_product",
             "decode_attention",
             "prefill_attention",
@@ -130,19 +129,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
     addresses = gate_up.data_ptr(), out.data_ptr()
     code.cb_silu_and_mul(_GATE(*addresses, num_rows, width // 2, kind, _threads(num_rows * width // 2)))
     return out
-
-
-def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Return x [num_rows, dim] as uint8 with 128 for zero, and each row's scale [num_rows, 1] in scale_dtype."""
-    code, kind, of_scale, shape = library(), _TYPES.get(x.dtype), _TYPES.get(scale_dtype), x.shape
-    if code is None or kind is None or of_scale is None or len(shape) != 2 or shape[1] % LANES or not x.is_cpu:
-        return None
-    num_rows, dim = shape
-    x = x.contiguous()
-    whole, scale = torch.empty(shape, dtype=torch.uint8), torch.empty((num_rows, 1), dtype=scale_dtype)
-    addresses = x.data_ptr(), whole.data_ptr(), scale.data_ptr()
-    code.cb_round_rows(_ROUNDING(*addresses, num_rows, dim, kind, of_scale, _threads(num_rows * dim)))
-    return whole, scale
 
 
 def prefill_product(x: Tensor, table: RowTable, bias: Tensor | None = None, way: int | None = None) -> Tensor | None:
@@ -307,9 +293,7 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
     return not failed
 
 
-def decode_product(
-    x: Tensor, table: RowTable, bias: Tensor | None = None, *, vnni: bool = True
-) -> Tensor | None:
+def decode_product(x: Tensor, table: RowTable, bias: Tensor | None = None, *, vnni: bool = True) -> Tensor | None:
     """factor * x W^T + bias for a few rows, with the weights where they are stored. Also None for a kind that is not in BLOCKS. Rows
     are rounded to 8 bits, with a scale for 32 values, for weights in blocks; not for F32, F16 and BF16. A row's result
     depends neither on other rows nor on the number of threads.
@@ -327,7 +311,16 @@ def decode_product(
     x, num_rows = x.contiguous(), of_x[0]
     out = x.new_empty(num_rows, num_outputs)
     addresses = x.data_ptr(), table.addresses.data_ptr(), table.kinds.data_ptr(), at_bias, out.data_ptr()
-    numbers = num_rows, table.width, num_outputs, table.factor, kind, of_bias, int(vnni), _threads(table.width * num_outputs)
+    numbers = (
+        num_rows,
+        table.width,
+        num_outputs,
+        table.factor,
+        kind,
+        of_bias,
+        int(vnni),
+        _threads(table.width * num_outputs),
+    )
     return None if num_rows and code.cb_decode_product(_DECODE(*addresses, *numbers)) else out
 
 

@@ -13,8 +13,6 @@ from cacheblend_kernels.torch_attention import prefill_attention
 from cacheblend_kernels.torch_backend import TorchBackend, _rotates_alike
 from cases import assert_close, attention_case, attention_reference, rope_tables, scattered
 
-from cacheblend_cli.model.linear import Int8Linear
-
 pytestmark = pytest.mark.skipif(compiled.library() is None, reason="the compiled code was not built, or does not load")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -163,78 +161,6 @@ def test_silu_and_mul(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 @DTYPES
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_rounded_as_by_torch(
-    dtype: torch.dtype, scale_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = (torch.randn(90, 896) * torch.logspace(-20, 20, 90)[:, None]).to(dtype)
-    x[3] = 0
-    product = Int8Linear(torch.randn(24, 896).to(scale_dtype), torch.randn(24).to(scale_dtype))
-    fused, parts = product(x), compiled.round_rows(x, scale_dtype)
-    assert parts is not None
-    monkeypatch.setattr(compiled, "library", lambda: None)
-    assert compiled.round_rows(x, scale_dtype) is None
-    assert torch.equal(product(x), fused)
-
-
-def blocked(weight: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight [out, in] as `compiled.product` reads them."""
-    num_outputs, num_inputs = weight.shape
-    values = 4 // weight.itemsize
-    return weight.view(num_outputs // 64, 64, num_inputs // values, values).transpose(1, 2).contiguous()
-
-
-@DTYPES
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("shape", [(64, 64), (192, 1600), (1088, 640)])
-def test_a_product_of_few_rows(shape: tuple[int, int], int8: bool, dtype: torch.dtype, threads: None) -> None:
-    weight, bias, scales = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), torch.rand(shape[0]) / 64
-    if int8:
-        weight = torch.randint(-127, 128, shape, dtype=torch.int8)
-    held = blocked(weight)
-    x = (torch.randn(4, shape[1]) * torch.tensor([[1.0], [1e-9], [1e9], [0.0]])).to(dtype)
-    addresses = held.data_ptr(), scales.data_ptr() if int8 else 0, bias.data_ptr()
-    out = compiled.product(x, addresses, shape)
-    if out is None:
-        pytest.skip("no AVX-512 for this")
-    rows, factors = (x.double(), 1.0) if not int8 else rounded_rows(x)
-    exact = rows @ weight.double().T * factors * (scales.double() if int8 else 1) + bias.double()
-    assert out.dtype == dtype
-    steps = 3 if int8 else 1  # that round
-    close = {torch.float32: 2e-5, torch.bfloat16: 4e-3 * steps}[dtype]
-    assert ((out - exact).norm(dim=1) <= close * exact.norm(dim=1)).all()
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        one, first = compiled.product(x[2:3], addresses, shape), compiled.product(x[:count], addresses, shape)
-        assert one is not None
-        assert first is not None
-        assert torch.equal(one[0], out[2])
-        assert torch.equal(first, out[:count])
-    plain = compiled.product(x, (*addresses[:2], 0), shape)
-    assert plain is not None
-    assert not plain[3].any()  # of a row of zeros
-    if int8:  # which is rounded before the bias is added
-        assert torch.equal(plain + bias, out)
-
-
-def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as whole numbers, and their scales."""
-    parts = compiled.round_rows(x, x.dtype)
-    assert parts is not None
-    return parts[0].double() - 128, parts[1].double()
-
-
-def test_products_that_it_does_not_take() -> None:
-    x, nowhere = torch.ones(2, 64), (0, 0, 0)
-    assert compiled.product(x, nowhere, (65, 64)) is None
-    assert compiled.product(x, nowhere, (64, 128)) is None
-    assert compiled.product(torch.ones(5, 64), nowhere, (64, 64)) is None
-    assert compiled.product(x[:0], nowhere, (64, 64)) is None
-    assert compiled.product(x[None], nowhere, (64, 64)) is None
-    assert compiled.product(x.half(), nowhere, (64, 64)) is None
-
-
-@DTYPES
 @pytest.mark.parametrize("num_rows", [1, 300])
 def test_rope_and_cache_is_torchs_to_the_bit(num_rows: int, dtype: torch.dtype) -> None:
     if not _rotates_alike():
@@ -272,7 +198,6 @@ def test_what_it_does_not_take_is_left_to_torch() -> None:
     assert compiled.rms_norm(torch.ones(2, 20), torch.ones(20), 1e-6) is None
     half = torch.ones(2, 32, dtype=torch.float16)
     assert compiled.rms_norm(half, torch.ones(32), 1e-6) is None
-    assert compiled.round_rows(half, torch.float32) is None
     assert compiled.silu_and_mul(half) is None
     assert compiled.silu_and_mul(torch.ones(2, 40)) is None
     assert compiled.silu_and_mul(torch.ones(64, 2).t()) is None
@@ -288,12 +213,6 @@ def test_nan_in_is_nan_out(keys: list[int], dtype: torch.dtype) -> None:
     out = compiled.decode_attention(case.q, case.cache, case.meta, AttentionParams(1.0))
     assert out is not None
     assert out.isnan().all()
-
-    x = torch.randn(3, 896).to(dtype)
-    x[1, keys[-1]] = torch.nan
-    parts = compiled.round_rows(x, dtype)
-    assert parts is not None
-    assert parts[1].isnan().squeeze(1).tolist() == [False, True, False]
 
 
 def test_a_sequence_without_keys_is_0() -> None:

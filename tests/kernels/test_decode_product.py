@@ -8,16 +8,12 @@ import platform
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from block_rows import rows_of
 from cacheblend_kernels import compiled
 from cacheblend_kernels.row_table import BLOCKS, RowTable
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
-
-CODES = [kind for kind, (*_, values) in BLOCKS.items() if values > 1]
-SCALES_AT = {10: (80, 82), 11: (108,), 14: (208,), 12: (0, 2), 13: (0, 2), 3: (0, 2), 7: (0, 2)}
 
 
 @pytest.fixture(autouse=True, params=[("_cpu", True), ("_cpu", False), ("_cpu_avx2", True), ("_cpu_avx2", False)])
@@ -31,24 +27,6 @@ def vnni(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     before = torch.get_num_threads()
     yield vnni
     torch.set_num_threads(before)
-
-
-def rows_of(kind: int, num_rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random rows with scales as in models, zero, negative and subnormal ones among them: (bytes, values in fp64)."""
-    numbers = np.random.default_rng(seed * 100 + kind)
-    _, size, values = BLOCKS[kind]
-    if values == 1:
-        full = torch.from_numpy(numbers.standard_normal((num_rows, width)).astype(np.float32))
-        stored = full.to({0: torch.float32, 1: torch.float16, 30: torch.bfloat16}[kind])
-        return stored.view(torch.uint8), stored.double()
-    raw = numbers.integers(0, 256, (num_rows, width // values, size), dtype=np.uint8)
-    if kind == 39:
-        raw[..., 0] = numbers.integers(115, 130, raw.shape[:2])
-    for at in () if kind == 39 else SCALES_AT.get(kind, (0,)):
-        scales = numbers.choice([1e-2, -3e-3, 0.0, -0.0, 1e-5, 4e-2], raw.shape[:2]).astype(np.float16)
-        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
-    raw = raw.reshape(num_rows, -1)
-    return torch.from_numpy(raw), torch.from_numpy(dequantize(raw, GGMLQuantizationType(kind))).double()
 
 
 def whole_rows(num_rows: int, width: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cacheblend_kernels import RowTable, compiled
+from cacheblend_kernels.torch_attention import onednn_multiplies
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.model.linear import CACHES, Embedding, Linear, MappedLinear, bound_caches, decoding, linear
@@ -28,7 +29,10 @@ def test_a_product_in_place_is_the_plain_one(
     if not compiled.multiplies(dtype):
         pytest.skip("no code was compiled")
     generator = torch.Generator().manual_seed(rows)
-    weight, x = torch.randn(50, 96, generator=generator).to(stored), torch.randn(rows, 96, generator=generator).to(dtype)
+    weight, x = (
+        torch.randn(50, 96, generator=generator).to(stored),
+        torch.randn(rows, 96, generator=generator).to(dtype),
+    )
     b = torch.randn(50, generator=generator).to(dtype) if bias else None
     own, plain = linear(RowTable.of(weight), b), linear(weight.to(dtype), b)
     assert isinstance(own, MappedLinear)
@@ -36,7 +40,7 @@ def test_a_product_in_place_is_the_plain_one(
     with decoding(decodes):
         out = own(x)
     assert out.dtype == dtype
-    assert torch.allclose(out.float(), plain(x).float(), atol=1e-4 if dtype == torch.float32 else 0.2)
+    assert torch.allclose(out.float(), plain(x).float(), atol=1e-4 if dtype == torch.float32 else 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,6 +80,7 @@ def test_the_users_own_capacity_wins() -> None:
         )
 
 
+@pytest.mark.skipif(not onednn_multiplies(torch.bfloat16), reason="oneDNN has no products in bfloat16 here")
 def test_a_process_keeps_so_many_products_at_most(tmp_path: Path) -> None:
     """The bound holds although torch is imported before a model is loaded: the product made first is made again at the
     end."""
@@ -86,15 +91,15 @@ from pathlib import Path
 from cacheblend_cli.model.loading import Precision, load_model
 load_model(Path({str(tmp_path / "m")!r}), "m", torch.device("cpu"), Precision("float32"), "torch")
 from cacheblend_cli.model.linear import Linear
-product = Linear(torch.ones(8, 8))
+product = Linear(torch.ones(64, 64, dtype=torch.bfloat16))
 with torch.backends.mkldnn.verbose(2):
     for rows in (*range(5, 5 + 128), 5):  # fewer are not oneDNN's everywhere
-        product(torch.ones(rows, 8))
+        product(torch.ones(rows, 64, dtype=torch.bfloat16))
 """
     environment = {name: value for name, value in os.environ.items() if name not in CACHES}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))
     told = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    made = [line.split(",")[3] for line in told.splitlines() if ",create:" in line and "inner_product" in line]
+    made = [line.split(",")[3] for line in told.splitlines() if ",create:" in line and "matmul" in line]
     assert made == ["create:cache_miss"] * 129

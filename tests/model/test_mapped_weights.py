@@ -50,7 +50,9 @@ def check_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiled
-@pytest.mark.parametrize("name", ["qwen2", "gemma-2", "glm-4-9b", "granite"])  # norms with an offset; heads reordered; factors
+@pytest.mark.parametrize(
+    "name", ["qwen2", "gemma-2", "glm-4-9b", "granite-3"]
+)  # norms with an offset; heads reordered; factors
 def test_rows_in_a_checkpoint_equal_copied_ones(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in MODELS:
         MODELS[name].write(tmp_path)

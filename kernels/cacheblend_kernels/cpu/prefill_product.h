@@ -184,10 +184,12 @@ CLONES static void finish_tile(const PrefillProduct *p, const Packed *x, const f
     finish_outputs(p, x, sums, stride, first, count);
 }
 
-/* Return 1 if memory is short or the CPU lacks the instructions. */
+/* Return 1 if memory is short, the CPU lacks the instructions, or a kind is unknown or does not have rows of this width. */
 int cb_prefill_product(const PrefillProduct *p) {
     const Accumulate accumulate = accumulate_of(p->way);
     if (!accumulate) return 1;
+    for (int64_t i = 0; i < p->outputs; i++)
+        if (!block_values(p->kinds[i]) || p->width % block_values(p->kinds[i])) return 1;
     const int64_t words = p->way == FLOATS ? p->width : p->width / 2, tiles = (p->outputs + TILE - 1) / TILE;
     const int64_t most = p->num_rows < MOST_ROWS_AT_ONCE ? p->num_rows : MOST_ROWS_AT_ONCE, blocks = (most + BLOCK - 1) / BLOCK;
     const int64_t stride = blocks * BLOCK + 16, of_thread = TILE * (stride + STRIDE);

@@ -1,0 +1,95 @@
+"""Products of many rows with weights in the types of their file, by the compiled code of each width, in each way."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from block_rows import rows_of
+from cacheblend_kernels import compiled
+from cacheblend_kernels.row_table import BLOCKS, RowTable
+
+WAYS = {0: "floats", 1: "pairs", 2: "matrices"}
+
+
+@pytest.fixture(autouse=True, params=[("_cpu", 0), ("_cpu", 1), ("_cpu", 2), ("_cpu_avx2", 0)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    name, way = request.param
+    if platform.machine() != "x86_64" and (name == "_cpu_avx2" or way):
+        pytest.skip("for x86")
+    code = compiled.loaded(name)
+    assert code is not None
+    monkeypatch.setattr(compiled, "library", lambda: code)
+    x = torch.ones(1, 32, dtype=torch.bfloat16)
+    if compiled.prefill_product(x, RowTable.of(x), way=way) is None:
+        pytest.skip(f"this CPU does not multiply {WAYS[way]}")
+    before = torch.get_num_threads()
+    yield way
+    torch.set_num_threads(before)
+
+
+def product(x: torch.Tensor, table: RowTable, bias: torch.Tensor | None, way: int) -> torch.Tensor:
+    out = compiled.prefill_product(x, table, bias, way)
+    assert out is not None
+    return out
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(("num_outputs", "width"), [(5, 32), (77, 96), (200, 896), (100, 1536)])
+def test_a_product_is_the_exact_one(kind: int, num_outputs: int, width: int, way: int) -> None:
+    if width % BLOCKS[kind][2]:
+        width = 256 * (1 + width // 256)
+    torch.manual_seed(kind)
+    dtype = torch.bfloat16 if way else torch.float32
+    raw, weight = rows_of(kind, num_outputs, width)
+    table = replace(RowTable.of_bytes(raw, kind, width), factor=0.5)
+    x, bias = torch.randn(70, width).to(dtype), torch.randn(num_outputs).to(dtype)
+    out = product(x, table, bias, way)
+    right = weight if not way else weight.to(torch.bfloat16).double()
+    exact, sizes = 0.5 * x.double() @ right.T + bias, x.double().abs() @ right.abs().T + bias.abs()
+    assert out.dtype == dtype
+    assert ((out - exact).abs() <= 3e-6 * sizes + (4e-3 * exact.abs() if way else 0) + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", [0, 8, 12])
+def test_a_row_is_the_same_among_any_others(kind: int, way: int) -> None:
+    raw, _ = rows_of(kind, 210, 768)
+    table = RowTable.of_bytes(raw, kind, 768)
+    x = torch.randn(1100, 768).to(torch.bfloat16 if way else torch.float32)
+    out = product(x, table, None, way)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in (1, 7, 16, 17, 33, 600):
+            assert torch.equal(product(x[-count:], table, None, way), out[-count:])
+
+
+def test_rows_of_several_kinds(way: int) -> None:
+    parts = [(kind, *rows_of(kind, 30, 512)) for kind in BLOCKS]
+    table = RowTable.cat([RowTable.of_bytes(raw, kind, 512) for kind, raw, _ in parts])
+    order = torch.randperm(len(table))
+    x = torch.randn(9, 512).to(torch.bfloat16 if way else torch.float32)
+    out = torch.cat([product(x, RowTable.of_bytes(raw, kind, 512), None, way) for kind, raw, _ in parts], 1)
+    assert torch.equal(product(x, table[order], None, way), out[:, order])
+    assert torch.equal(product(x, table[5:99], None, way), out[:, 5:99])
+
+
+def test_bfloat16_rows_without_its_instructions(way: int) -> None:
+    if way:
+        pytest.skip("floats only")
+    weight, x = (torch.randn(n, 64).to(torch.bfloat16) for n in (40, 20))
+    out = product(x, RowTable.of(weight), None, 0)
+    assert torch.allclose(out.float(), x.float() @ weight.float().T, rtol=0.01, atol=1e-3)
+
+
+def test_products_that_it_does_not_take(way: int) -> None:
+    x = torch.ones(2, 64)
+    table = RowTable.of(torch.ones(3, 64))
+    assert compiled.prefill_product(x.half(), table, way=way) is None
+    assert compiled.prefill_product(x[:, :32], table, way=way) is None
+    assert compiled.prefill_product(torch.ones(2, 40), RowTable.of(torch.ones(3, 40)), way=way) is None
+    none = compiled.prefill_product(x[:0], table, way=way)
+    assert none is not None
+    assert none.shape == (0, 3)
