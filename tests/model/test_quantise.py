@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -89,6 +90,20 @@ def test_a_file_is_written_once_for_each_dtype(tmp_path: Path, reads: list[str])
     assert quantised(tmp_path / "m", "int4") != first
     assert reads
     assert len(files()) == 2
+
+
+def test_of_two_starts_at_once_one_writes(tmp_path: Path, reads: list[str]) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    second = ThreadPoolExecutor(1)
+    futures = list[Future[Path]]()
+
+    def begin(share: float) -> None:
+        if not futures:
+            futures.append(second.submit(quantised, tmp_path / "m"))
+
+    folder = quantised(tmp_path / "m", progress=begin)
+    assert futures[0].result(60) == folder
+    assert len(reads) == len(set(reads))
 
 
 def test_tensors_are_read_in_blocks_of_rows(tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
