@@ -12,7 +12,9 @@ from platformdirs import user_cache_path
 
 _MAX_BYTES = 16 << 20
 PACKED_WEIGHTS = "packed"
-"""Kind of the files of model/packed_cache.py, the only large ones."""
+"""Kind of the files of model/packed_cache.py, which are large."""
+QUANTISED = "quantised"
+"""Kind of the folders of model/gguf_files/quantise.py, which are large."""
 
 
 def folder(kind: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -220,16 +221,16 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
 
 @app.command("clear")
 def clear(json: options.Json = False) -> None:
-    """Remove cached packed weights (setting weights_cache_gb). Models stay."""
-    output, folder = Output(), user_cache.folder(user_cache.PACKED_WEIGHTS)
-    files = list(folder.iterdir()) if folder.is_dir() else []
+    """Remove cached weights: packed, or quantised by --weight-dtype. Models stay."""
+    output, folders = Output(), [user_cache.folder(kind) for kind in (user_cache.PACKED_WEIGHTS, user_cache.QUANTISED)]
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    for file in files:
-        file.unlink(missing_ok=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     if json:
         output.json({"removed": len(files), "bytes": size})
     else:
-        output.text(f"removed {format_size(size)} of packed weights from {folder}")
+        output.text(f"removed {format_size(size)} of weights from {folders[0].parent}")
 
 
 def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
