@@ -1,4 +1,4 @@
-"""Ten questions about this project's documentation, asked of three published models in full and blended."""
+"""Ten questions about this project's documentation, asked of published models in full and blended."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from cacheblend_cli.cli.main import run
 
 pytestmark = pytest.mark.real
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [
-    DOCS / f"{name}.md" for name in "gate glossary search selectors store tutorial your-data".split()
-]
+PAGES = [DOCS / f"{name}.md" for name in "gate glossary search selectors store tutorial your-data".split()]
 QUESTIONS = {
     "Which database does the store use?": "lmdb",
     "Which hash function computes the key of a chunk?": "blake2b",
     "How many tokens does a chunk have at most?": "512",
     "Which file of the store holds the search index?": "search.sqlite3",
     "How large is the file reserve.tmp?": "2 mib",
-    "How many positions does a block of the KV pool have?": "64",
-    "Which cipher encrypts the objects of a tier?": "aes",
     "Which selector chooses the tokens whose KV changed most?": "hkvd",
     "Which command makes the bytes of deleted chunks free in the file?": "compact",
     "Which command compares full prefill, plain reuse and blending on pages about invented products?": "demo",
@@ -32,10 +28,9 @@ QUESTIONS = {
     "Which option of ask writes a web page?": "--html",
 }
 """Question: text that a right answer contains, in lower case."""
-LEAST_RIGHT = {"qwen2.5-coder-0.5b-instruct-q4_k_m": 2}
-"""Model: questions that it answers right in full: three when this was written, and the pages change. The others are
-too small, or no instruct model, to be held to a number."""
-LEAST_RIGHT_SHARE = 0.6  # of full prefill's right answers, blended
+LEAST_RIGHT = {"qwen2.5-coder-0.5b-instruct-q4_k_m": 4, "qwen2.5-coder-1.5b-instruct-q4_k_m": 7}
+"""Model: questions that it answers right in full, and blended. The others are too small, or no instruct model, to be
+held to a number."""
 
 
 @pytest.mark.parametrize("name", EACH_MODEL)
@@ -44,7 +39,7 @@ def test_ten_questions_over_the_documentation(name: str, tmp_path: Path, capsys:
     stored = lines(capsys, run(["precompute", *map(str, PAGES), *common]))
     assert {Path(line["source"]).name for line in stored} == {page.name for page in PAGES}
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in QUESTIONS))
-    ask = ["ask", "--batch", str(tmp_path / "questions.jsonl"), "--top-k", "4", "--max-tokens", "48", *common]
+    ask = ["ask", "--batch", str(tmp_path / "questions.jsonl"), "--top-k", "3", "--max-tokens", "32", *common]
     right: dict[str, int] = {}
     for mode in ("full", "blend"):
         answers = lines(capsys, run([*ask, "--mode", mode]))
@@ -57,9 +52,7 @@ def test_ten_questions_over_the_documentation(name: str, tmp_path: Path, capsys:
         if mode == "blend":
             assert all(chunk["status"] in ("exact", "blended") for a in answers for chunk in a["chunks"])
             assert all(a["recompute_fraction"] < 0.5 for a in answers)
-    if name in LEAST_RIGHT:
-        assert right["full"] >= LEAST_RIGHT[name], right
-        assert right["blend"] >= LEAST_RIGHT_SHARE * right["full"], right
+    assert min(right.values()) >= LEAST_RIGHT.get(name, 0), right
 
 
 def lines(capsys: pytest.CaptureFixture[str], code: int) -> list[dict[str, Any]]:

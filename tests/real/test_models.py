@@ -1,4 +1,4 @@
-"""Published models: logits of transformers over the same file, blending, llama.cpp behind it, and the model
+"""Published models: logits of transformers over the same file, prompts, blending, llama.cpp behind it, and the model
 check."""
 
 from __future__ import annotations
