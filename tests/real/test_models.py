@@ -1,23 +1,26 @@
-"""Three published models: logits of transformers over the same file, blending, llama.cpp behind it, and the model
+"""Published models: logits of transformers over the same file, prompts, blending, llama.cpp behind it, and the model
 check."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import gguf
 import pytest
 import torch
 from cacheblend_store import ChunkStore
-from real_packages import MODELS
+from real_packages import EACH_MODEL
 from real_packages import gguf as gguf_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -27,12 +30,15 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.gguf_files import reader  # noqa: F401 a subclass of GGUFReader: made before that is replaced below
+from cacheblend_cli.prompt.template import split_template
+from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 pytestmark = pytest.mark.real
 TOLERANCE = 2e-3  # of logits up to some 30, in float32
 QUESTION = "Where does Mara Lind work, and what does she lead?"
 NUM_GENERATED = 32
+NUM_LOGITS = 300  # rows compared with transformers
 
 
 class Setup:
@@ -78,7 +84,7 @@ def pages() -> list[str]:
     return [f"# Page {number}\n\n{fact}\n\n{filler * 9}\n" for number, fact in enumerate(facts)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=EACH_MODEL)
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -90,18 +96,60 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_full_prefill_has_the_logits_of_transformers(real: Setup) -> None:
-    config = AutoConfig.from_pretrained(str(real.file.parent), gguf_file=real.file.name)
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = load_gguf_checkpoint(str(real.file), return_tensors=True, model_to_load=model)["tensors"]
-    assert not model.load_state_dict(state, strict=False).unexpected_keys
-    model.tie_weights()
-    done = real.prefill(BlendParams(mode="full"), num_logits=300)
-    ids = torch.tensor([done.plan.token_ids])
-    assert ids.shape[1] > 600  # beyond Gemma's window
-    with torch.no_grad():
-        expected = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -300:]
+    done = real.prefill(BlendParams(mode="full"), num_logits=NUM_LOGITS)
+    assert len(done.plan.token_ids) > 600  # beyond Gemma's window
+    expected = transformers_logits(real.file, torch.tensor([done.plan.token_ids]))
     assert (done.result.logits - expected).abs().max() <= TOLERANCE
+
+
+def transformers_logits(file: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Return the last NUM_LOGITS rows of transformers' logits, [NUM_LOGITS, vocab_size]. ids: [1, num_tokens].
+
+    A layer's weights are read when it is computed, and freed after it: in float32 all of them take 6 GiB at 1.5B.
+    """
+    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    with no_init_weights():  # memory that is not written to is not used
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    whole = gguf.GGUFReader(str(file))
+    numbers = {name: field for name, field in whole.fields.items() if not name.startswith("tokenizer.")}
+
+    def load(name: Callable[[str], bool]) -> None:
+        part = SimpleNamespace(fields=numbers, tensors=[tensor for tensor in whole.tensors if name(tensor.name)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf, "GGUFReader", lambda path: part)
+            state = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+        assert state
+        assert not model.load_state_dict(state, strict=False, assign=True).unexpected_keys
+
+    def free(layer: torch.nn.Module, *_: Any) -> None:
+        layer.to("meta")
+
+    load(lambda name: not name.startswith("blk."))
+    model.tie_weights()
+    for number, layer in enumerate(model.model.layers):
+        prefix = f"blk.{number}."
+        layer.register_forward_pre_hook(lambda *_, prefix=prefix: load(lambda name: name.startswith(prefix)))
+        layer.register_forward_hook(free)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=NUM_LOGITS, use_cache=False).logits
+    return cast(torch.Tensor, logits[0])
+
+
+def test_the_prompt_is_what_transformers_renders(real: Setup) -> None:
+    field = gguf.GGUFReader(str(real.file)).get_field("tokenizer.chat_template")
+    if field is None:
+        pytest.skip("a base model: the file has no chat template")
+    tokenizer = real.engine.model.tokenizer
+    template = split_template(tokenizer, Wording(prompt="{chunks}\n\n{question}"))
+    chunk = f"{''.join(pages())}end"  # a word, or its last token and the line breaks behind it are one
+    [expected], _ = render_jinja_template(
+        conversations=[[{"role": "user", "content": f"{chunk}\n\n{QUESTION}"}]],
+        chat_template=field.contents(),
+        add_generation_prompt=True,
+    )
+    ids = [*template.prefix_ids, *tokenizer.encode_text(chunk), *template.suffix_ids(QUESTION)]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+    assert ids == tokenizer.encode_template(expected)
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "query"])

@@ -12,7 +12,14 @@ from cacheblend_cli.model.named import smollm2_file
 FOLDER = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache" / "cacheblend-real")
 """Read when the module is imported: tests have a home of their own."""
 TOKENIZERS = ("gemma3", "llama2", "llama3", "llama3_1", "qwen3", "deepseek_v3", "gptoss", "gemini")
-MODELS = ("smollm2", "qwen2.5-coder-0.5b-instruct-q4_k_m", "gemma3-270m-q4_k_m")
+MODELS = (
+    "smollm2",
+    "qwen2.5-coder-0.5b-instruct-q4_k_m",
+    "gemma3-270m-q4_k_m",
+    "qwen2.5-coder-1.5b-instruct-q4_k_m",
+)
+EACH_MODEL = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS]
+"""Parameters: with --dist loadgroup, one process runs all tests of a model, so that it is in memory once."""
 
 
 def gguf(name: str) -> Path:
