@@ -12,7 +12,7 @@ from platformdirs import user_cache_path
 
 _MAX_BYTES = 16 << 20
 PACKED_WEIGHTS = "packed"
-"""Kind of the files of model/packed_cache.py, which are large."""
+"""Kind of the large files of earlier versions, which packed weights."""
 QUANTISED = "quantised"
 """Kind of the folders of model/gguf_files/quantise.py, which are large."""
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_kernels import BACKENDS, KernelBackend, KernelError, select_backend
+from cacheblend_kernels import BACKENDS, KernelBackend, KernelError, compiled, select_backend
 
 from cacheblend_cli.errors import DeviceError, UsageError, check_known
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.checkpoint import quantisation_of
+from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import check_room, make_current
 from cacheblend_cli.model.families import read_spec
@@ -26,13 +26,13 @@ from cacheblend_cli.model.machine_speeds import cpu_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.model.tensor_source import SafetensorsFiles
+from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.tokenizer_probes import turn_end
-from cacheblend_cli.model.weights import load_weights, weights_digest
+from cacheblend_cli.model.weights import check_tensors, load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHT_DTYPES = ("auto", "int8")  # auto: as in the file
+WEIGHT_DTYPES = ("auto", "int8", "int4")  # auto: as in the file; others: see `gguf_files.quantise.KINDS`
 STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 
 
@@ -69,7 +69,7 @@ class Precision:
     """Compute dtype and storage of the weights."""
 
     dtype: str = "auto"  # "auto": by checkpoint and machine
-    weights: str = "auto"  # "auto": the compute dtype; or "int8"
+    weights: str = "auto"  # one of WEIGHT_DTYPES
 
 
 def load_model(
@@ -109,7 +109,8 @@ def load_model(
         if spec.generic:
             decoder: Decoder = _generic(spec, path, compute_dtype, device, kernels, precision, adapter)
         else:
-            weights = load_weights(part, path, compute_dtype, device, adapter, progress)
+            source = _quantised(spec, path, precision.weights, device, compute_dtype, progress)
+            weights = load_weights(part, path, compute_dtype, device, adapter, progress, source)
             decoder = Decoder(spec, weights, kernels, compute_dtype, part)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
@@ -147,6 +148,31 @@ def _kernels(attention_backend: str, device: torch.device, spec: ModelSpec) -> K
         "kernels take K and V of one width",
         "use --attention-backend torch, or auto",
     )
+
+
+def _quantised(
+    spec: ModelSpec,
+    path: Path,
+    weight_dtype: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[float], None] | None,
+) -> TensorSource | None:
+    """Return the tensors of a checkpoint quantised as `weight_dtype`, None for "auto". Raises UsageError, DeviceError."""
+    if weight_dtype == "auto":
+        return None
+    if device.type != "cpu" or not compiled.multiplies(dtype):
+        raise DeviceError(
+            f"--weight-dtype {weight_dtype} is for CPUs, with compiled products and a dtype of float32 or bfloat16",
+            "leave --weight-dtype out",
+        )
+    from cacheblend_cli.model.gguf_files.quantise import quantised_folder
+    from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
+
+    source = tensor_source(path, spec.experts)
+    check_tensors(spec, source, path)
+    digest = model_fingerprint(spec, path, torch.float32)
+    return GGUFTensors(quantised_folder(source, spec, weight_dtype, digest, progress))
 
 
 def _generic(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,9 +46,6 @@ IN_TABLES = (
 Weights = dict[str, Weight]
 
 
-Header = tuple[str, str, Shape]  # name, dtype and shape of a stored tensor
-
-
 @dataclass(frozen=True)
 class WeightTensor:
     """A tensor of the checkpoint: its name in the file and in the model, and its place in one of our tensors."""
@@ -87,9 +84,8 @@ def load_weights(
     spec = part.own
     deltas = {} if adapter is None else part.deltas(deltas_of(part.whole, adapter, expected_shapes(part.whole)))
     source = part.tensors(source or tensor_source(model_dir, spec.experts))
-    headers = list(source.headers())
-    tensors = _checked(spec, source, headers, model_dir)
-    report = _share_of(sum(math.prod(shape) for *_, shape in headers), progress)
+    tensors = check_tensors(spec, source, model_dir)
+    report = _share_of(sum(math.prod(tensor.shape) for tensor in tensors), progress)
     loader = _Loader(spec, source, dtype, device, deltas, report)
     tables = [loader.table(tensor) for tensor in tensors]
     if device.type == "cpu":
@@ -117,13 +113,13 @@ def _share_of(total: int, progress: Callable[[float], None] | None) -> Callable[
     return report
 
 
-def _checked(spec: ModelSpec, source: TensorSource, headers: Iterable[Header], model_dir: Path) -> list[WeightTensor]:
+def check_tensors(spec: ModelSpec, source: TensorSource, model_dir: Path) -> list[WeightTensor]:
     """Return the model's tensors in the checkpoint. Raises UsageError for missing, duplicate and unexpected tensors."""
     shapes = expected_shapes(spec)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
     tensors = dict[str, WeightTensor]()
-    for stored, kind, found in headers:
+    for stored, kind, found in source.headers():
         name = name_in(shapes, stored)
         if name is None:
             _check_unused(spec, source, stored, found, model_dir)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import platform
 from functools import cache
 from struct import Struct
@@ -31,6 +32,8 @@ from cacheblend_kernels.row_table import RowTable
 ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 8, 16, 256, 256, 32, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
+
+VNNI = os.environ.get("ATEN_CPU_CAPABILITY") != "avx2"  # with AVX2 alone, if the user says so
 
 # The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
@@ -293,12 +296,13 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
     return not failed
 
 
-def decode_product(x: Tensor, table: RowTable, bias: Tensor | None = None, *, vnni: bool = True) -> Tensor | None:
-    """factor * x W^T + bias for a few rows, with the weights where they are stored. Also None for a kind that is not in BLOCKS. Rows
-    are rounded to 8 bits, with a scale for 32 values, for weights in blocks; not for F32, F16 and BF16. A row's result
-    depends neither on other rows nor on the number of threads.
+def decode_product(x: Tensor, table: RowTable, bias: Tensor | None = None, *, vnni: bool = VNNI) -> Tensor | None:
+    """factor * x W^T + bias for a few rows, with the weights where they are stored. Also None for a kind that is not in
+    BLOCKS. Rows are rounded to 8 bits, with a scale for 32 values, for weights in blocks; not for F32, F16 and BF16. A
+    row's result depends neither on other rows nor on the number of threads.
 
-    x: [num_rows, width], fp32 or bf16; bias: [num_outputs], fp32 or bf16. vnni: False to do without these instructions.
+    x: [num_rows, width], fp32 or bf16; bias: [num_outputs], fp32 or bf16. vnni: whether to use these instructions
+    where the CPU has them.
     """
     code, kind, of_x, num_outputs = library(), _TYPES.get(x.dtype), x.shape, len(table.kinds)
     if code is None or kind is None or not x.is_cpu or len(of_x) != 2 or of_x[1] != table.width:

@@ -122,7 +122,7 @@ def _write(
     part.mkdir(mode=0o700)
     try:
         index = _write_file(part / FILE, source, plan, progress)
-        write_index(part, folder / FILE, index)
+        write_index(part, folder / FILE, (part / FILE).stat(), index)
         written = (part / FILE).stat().st_mtime_ns
         os.utime(part / GGUF_INDEX, ns=(written, written))
         part.replace(folder)
