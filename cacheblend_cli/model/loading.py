@@ -158,7 +158,7 @@ def _quantised(
     dtype: torch.dtype,
     progress: Callable[[float], None] | None,
 ) -> TensorSource | None:
-    """Return the tensors of a checkpoint quantised as `weight_dtype`, None for "auto". Raises UsageError, DeviceError."""
+    """Return a checkpoint's tensors quantised as `weight_dtype`, None for "auto". Raises UsageError, DeviceError."""
     if weight_dtype == "auto":
         return None
     if device.type != "cpu" or not compiled.multiplies(dtype):

@@ -60,12 +60,6 @@ class CandidateSpeeds:
         fit = [n for n in others if self.gain(n, 0) >= WORTH and self.gain(n, 1) * NO_SLOWER >= 1]
         return max(fit, key=lambda name: self.gain(name, 0), default=default)
 
-    def best_in(self, case: int) -> str:
-        """Return a candidate WORTH times as fast as the default in this case, ignoring the other; else the default."""
-        default = next(iter(self.seconds))
-        fastest = max(self.seconds, key=lambda name: self.gain(name, case))
-        return fastest if self.gain(fastest, case) >= WORTH else default
-
     def gain(self, name: str, case: int) -> float:
         """Return the speed-up over the default."""
         return next(iter(self.seconds.values()))[case] / self.seconds[name][case]

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from rich.cells import cell_len
 
-from cacheblend_cli.cli import main
 from cacheblend_cli.cli.output import Output
 
 Cli = Callable[..., Any]
@@ -173,17 +171,3 @@ def test_a_status_does_not_erase_the_beginning_of_an_answer(monkeypatch: pytest.
     output.status("saving")
     assert screen.getvalue().endswith("saving\x1b[0m")
     output.end_status()
-
-
-def test_writing_packed_weights_says_how_much_and_where_and_how_to_prevent_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = Mock(size=406 << 20, path=Path("/cache/packed/x"))
-    monkeypatch.setitem(sys.modules, "cacheblend_cli.model.packed_cache", Mock(writers=lambda: [writer]))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["cacheblend", "ask"])
-    main._finish_writing(interrupted=False)
-    told = capsys.readouterr().err
-    assert "406.0 MiB in /cache/packed" in told
-    assert "cacheblend config set weights_cache_gb 0" in told
-    writer.wait.assert_called_once()

@@ -178,7 +178,7 @@ def test_settings_that_lead_elsewhere_are_ignored_until_they_are_trusted(
 def test_only_what_changes_answers_is_harmless(cli: Cli, home: Path) -> None:
     risky = {
         "store", "tier", "tier_key_file", "model", "lora", "decode_model", "decode_with", "embeddings", "keep_alive",
-        "salt", "max_size", "force_store", "threads", "tensor_parallel", "swap_space", "kv_dtype", "weights_cache_gb",
+        "salt", "max_size", "force_store", "threads", "tensor_parallel", "swap_space", "kv_dtype",
     }  # fmt: skip
     harmless = {"top_k", "search", "ratio", "selector", "chunk_tokens", "temperature", "context", "system", "prompt"}
     assert not risky & HARMLESS

@@ -159,7 +159,6 @@ def test_an_adapter_of_another_model_is_refused(olmo: Path, tmp_path: Path) -> N
 
 
 def test_weights_of_whole_numbers_are_refused(olmo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_cli.model.loading.check_weight_dtype", lambda name, device: None)  # of any machine
     with pytest.raises(UsageError, match="--weight-dtype int8"):
         load_model(olmo, "m", CPU, Precision("float32", "int8"), "torch")
 

@@ -31,10 +31,17 @@ def check(state: ServerState, name: str) -> None:
 def running_models(state: ServerState) -> list[dict[str, Any]]:
     """Return the loaded language model. size: bytes of weights in memory; size_vram: bytes of these on a GPU."""
     decoder, own = state.engine.model.decoder, language_model(state)
-    size = decoder.num_parameters * (1 if state.engine.model.weight_dtype == "int8" else decoder.dtype.itemsize)
     del own["modified_at"]
-    vram = 0 if decoder.device.type == "cpu" else size
-    return [own | {"size": size, "size_vram": vram, "expires_at": _FOREVER, "context_length": state.engine.context}]
+    vram = 0 if decoder.device.type == "cpu" else decoder.num_parameters * decoder.dtype.itemsize
+    return [
+        own
+        | {
+            "size": vram or own["size"],
+            "size_vram": vram,
+            "expires_at": _FOREVER,
+            "context_length": state.engine.context,
+        }
+    ]
 
 
 def show(state: ServerState, name: str) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def language_model(state: ServerState) -> dict[str, Any]:
     model = state.engine.model
     family = str(model.decoder.spec.config.get("model_type") or "")
     dtype = str(model.decoder.dtype).removeprefix("torch.")
-    level = "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype)
+    level = _LEVELS.get(dtype, dtype) if model.weight_dtype == "auto" else model.weight_dtype.upper()
     kind, count = "gguf" if is_converted(model.path) else "safetensors", model.decoder.num_parameters
     parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     size = sum(file.stat().st_size for file in checkpoint_files(model.path))

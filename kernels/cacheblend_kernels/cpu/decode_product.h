@@ -86,7 +86,17 @@ INLINE const uint8_t *padded(const int kind, const uint8_t *p, int64_t values, u
     return room;
 }
 
+/* Fetch what is read in a while: a core's own prefetching leaves half of the memory's bandwidth unused. */
+#ifndef AHEAD
+#define AHEAD 4096
+#endif
+#define READ_AHEAD(p, size)                                                                                                         \
+    for (int line_ = 0; line_ < (size); line_ += 64) __builtin_prefetch((p) + AHEAD + line_);
+
 #ifdef PRODUCTS
+/* Whether products are made of unsigned codes, and with sums of x. */
+INLINE int is_unsigned(const int kind) { return has_offsets(kind) || zero_of(kind); }
+
 #define ALL(r) _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
 
 FAST INLINE float total_of(__m256 x) {
@@ -110,6 +120,7 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
     uint8_t room[64] = {0};
     for (int64_t k = 0; k < p->num_numbers; k += 16, w += 16 * size) {
         if (p->given->width - k < 16) w = memcpy(room, w, (p->given->width - k) * size);
+        READ_AHEAD(w, 16 * size)
         const __m256 a = numbers8(kind, w), b = numbers8(kind, w + 8 * size);
         ALL(r) {
             totals[r][0] = _mm256_fmadd_ps(a, _mm256_loadu_ps(x + r * p->num_numbers + k), totals[r][0]);
@@ -123,14 +134,13 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
 #define DECODE_PRODUCT(NAME, FEATURES, DOT)                                                                                         \
     FEATURES INLINE void NAME##_codes(const Prepared *p, int64_t row, const int rows, int64_t output, const int kind) {             \
         const uint8_t *w = p->given->weight[output];                                                                                \
-        const int64_t num_groups = p->num_groups;                                                                                   \
+        const int64_t num_groups = p->num_groups, full = p->given->width / GROUP;                                                   \
         const Rounded *x = p->groups + row * num_groups;                                                                            \
-        uint8_t room[8 * 34];                                                                                                       \
         __m256 totals[TOGETHER][2];                                                                                                 \
+        float rest[TOGETHER] = {0};                                                                                                 \
         ALL(r) totals[r][0] = totals[r][1] = _mm256_setzero_ps();                                                                   \
-        for (int64_t group = 0; group < num_groups; group++, w += GROUP / block_values(kind) * block_bytes(kind), x++) {            \
-            if (block_values(kind) == RUN && p->given->width - group * GROUP < GROUP)                                               \
-                w = padded(kind, w, p->given->width - group * GROUP, room);                                                         \
+        for (int64_t group = 0; group < full; group++, w += GROUP / block_values(kind) * block_bytes(kind), x++) {                  \
+            READ_AHEAD(w, GROUP / block_values(kind) * block_bytes(kind));                                                          \
             Scales s;                                                                                                               \
             float by[TOGETHER][16];                                                                                                 \
             scales_of(kind, w, &s);                                                                                                 \
@@ -144,20 +154,20 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
                     _mm256_storeu_ps(by[r] + 8, _mm256_mul_ps(rest, _mm256_permutevar8x32_ps(scales, high)));                       \
                 } else                                                                                                              \
                     _mm256_storeu_ps(by[r], _mm256_mul_ps(all, scales));                                                            \
-                if (has_offsets(kind)) {                                                                                            \
-                    const float *sums = is_fine(kind) ? of->sums_of_16 : of->sums;                                                  \
-                    totals[r][0] = _mm256_fmadd_ps(_mm256_loadu_ps(s.offsets), _mm256_loadu_ps(sums), totals[r][0]);                \
-                    if (is_fine(kind))                                                                                              \
-                        totals[r][1] = _mm256_fmadd_ps(_mm256_loadu_ps(s.offsets + 8), _mm256_loadu_ps(sums + 8), totals[r][1]);    \
+                for (int part = 0; is_unsigned(kind) && part < (is_fine(kind) ? 2 : 1); part++) {                                   \
+                    const float *sums = (is_fine(kind) ? of->sums_of_16 : of->sums) + part * 8;                                     \
+                    const __m256 zero = _mm256_mul_ps(_mm256_loadu_ps(s.scales + part * 8), _mm256_set1_ps(-(float)zero_of(kind))); \
+                    const __m256 offsets = has_offsets(kind) ? _mm256_loadu_ps(s.offsets + part * 8) : zero;                        \
+                    totals[r][part] = _mm256_fmadd_ps(offsets, _mm256_loadu_ps(sums), totals[r][part]);                             \
                 }                                                                                                                   \
             }                                                                                                                       \
             __asm__("" : "+m"(by));                                                                                                 \
             _Pragma("GCC unroll 8") for (int run = 0; run < 8; run++) {                                                             \
-                const __m256i codes = (__m256i)codes_of(kind, w, run);                                                              \
-                const __m256i sizes = has_offsets(kind) ? codes : _mm256_abs_epi8(codes);                                           \
+                const __m256i codes = (__m256i)stored_codes(kind, w, run);                                                          \
+                const __m256i sizes = is_unsigned(kind) ? codes : _mm256_abs_epi8(codes);                                           \
                 ALL(r) {                                                                                                            \
                     __m256i some = _mm256_loadu_si256((const void *)(x[r * num_groups].codes + run * RUN));                         \
-                    if (!has_offsets(kind)) some = _mm256_sign_epi8(some, codes);                                                   \
+                    if (!is_unsigned(kind)) some = _mm256_sign_epi8(some, codes);                                                   \
                     const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, some));                                                        \
                     const __m256 scale = is_fine(kind) ? _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_broadcast_ss(by[r] + 2 * run)), \
                                                                               _mm_broadcast_ss(by[r] + 2 * run + 1), 1)             \
@@ -166,7 +176,22 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
                 }                                                                                                                   \
             }                                                                                                                       \
         }                                                                                                                           \
-        ALL(r) finish_row(p->given, row + r, output, total_of(_mm256_add_ps(totals[r][0], totals[r][1])));                          \
+        for (int run = 0; full < num_groups && run < p->given->width % GROUP / RUN; run++, w += block_bytes(kind)) {                \
+            float offset = 0;                                                                                                       \
+            const float scale = scale_of_block(kind, w, &offset);                                                                   \
+            const __m256i codes = (__m256i)stored_codes(kind, w, 0);                                                                \
+            const __m256i sizes = is_unsigned(kind) ? codes : _mm256_abs_epi8(codes);                                               \
+            offset = has_offsets(kind) ? offset : -scale * (float)zero_of(kind);                                                    \
+            ALL(r) {                                                                                                                \
+                const Rounded *of = x + r * num_groups;                                                                             \
+                __m256i some = _mm256_loadu_si256((const void *)(of->codes + run * RUN));                                           \
+                if (!is_unsigned(kind)) some = _mm256_sign_epi8(some, codes);                                                       \
+                const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, some));                                                            \
+                totals[r][0] = _mm256_fmadd_ps(dot, _mm256_set1_ps(scale * of->scales[run]), totals[r][0]);                         \
+                if (is_unsigned(kind)) rest[r] = fmaf(offset, of->sums[run], rest[r]);                                              \
+            }                                                                                                                       \
+        }                                                                                                                           \
+        ALL(r) finish_row(p->given, row + r, output, total_of(_mm256_add_ps(totals[r][0], totals[r][1])) + rest[r]);                \
     }                                                                                                                               \
     FEATURES static void NAME##_one(const Prepared *p, int64_t row, int64_t output) {                                               \
         switch (p->given->kinds[output]) { EACH_KIND(NAME##_CODES_1) EACH_FLOAT_KIND(NUMBERS_1) }                                   \

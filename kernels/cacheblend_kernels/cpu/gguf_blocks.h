@@ -95,6 +95,9 @@ INLINE int block_bytes(const int kind) {
 /* Whether codes are unsigned and have offsets; otherwise they are signed and have none. */
 INLINE int has_offsets(const int kind) { return kind == Q4_1 || kind == Q5_1 || kind == Q2_K || kind == Q4_K || kind == Q5_K; }
 
+/* What is subtracted from unsigned codes. */
+INLINE int zero_of(const int kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == Q3_K ? 4 : kind == Q6_K ? 32 : 0; }
+
 /* Whether 16 values share a scale, not 32. */
 INLINE int is_fine(const int kind) { return kind == Q2_K || kind == Q3_K || kind == Q6_K; }
 
@@ -215,33 +218,49 @@ FAST INLINE bytes32 looked_up(const int8_t *table, bytes32 codes) {
 static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-/* Return codes of a run of 32 values: signed or unsigned, see has_offsets. */
-FAST INLINE bytes32 codes_of(const int kind, const uint8_t *p, const int run) {
+/* Return codes of a run of 32 values before zero_of is subtracted: unsigned, or signed where there is neither zero nor offset. */
+FAST INLINE bytes32 stored_codes(const int kind, const uint8_t *p, const int run) {
     if (block_values(kind) == RUN) p += run * block_bytes(kind);
     switch (kind) {
-    case Q4_0: return nibbles(p + 2) - 8;
+    case Q4_0: return nibbles(p + 2);
     case Q4_1: return nibbles(p + 4);
-    case Q5_0: return (nibbles(p + 6) | fifth_bits(word(p + 2))) - 16;
+    case Q5_0: return nibbles(p + 6) | fifth_bits(word(p + 2));
     case Q5_1: return nibbles(p + 8) | fifth_bits(word(p + 4));
     case Q8_0: return load32(p + 2);
     case Q2_K: return bits_of(load32(p + 16 + run / 4 * 32), run % 4 * 2, 3);
-    case Q3_K: return (bits_of(load32(p + 32 + run / 4 * 32), run % 4 * 2, 3) | (bits_of(load32(p), run, 1) << 2)) - 4;
+    case Q3_K: return bits_of(load32(p + 32 + run / 4 * 32), run % 4 * 2, 3) | (bits_of(load32(p), run, 1) << 2);
     case Q4_K: return bits_of(load32(p + 16 + run / 2 * 32), run % 2 * 4, 15);
     case Q5_K: return bits_of(load32(p + 48 + run / 2 * 32), run % 2 * 4, 15) | (bits_of(load32(p + 16), run, 1) << 4);
     case Q6_K:
-        return (bits_of(load32(p + run / 4 * 64 + run % 2 * 32), run / 2 % 2 * 4, 15) |
-                (bits_of(load32(p + 128 + run / 4 * 32), run % 4 * 2, 3) << 4)) - 32;
+        return bits_of(load32(p + run / 4 * 64 + run % 2 * 32), run / 2 % 2 * 4, 15) |
+               (bits_of(load32(p + 128 + run / 4 * 32), run % 4 * 2, 3) << 4);
     case IQ4_NL: return looked_up(IQ4_VALUES, nibbles(p + 2));
     case IQ4_XS: return looked_up(IQ4_VALUES, nibbles(p + 8 + run * 16));
     default: return looked_up(MXFP4_VALUES, nibbles(p + 1));
     }
 }
 
+/* Return codes of a run of 32 values: signed or unsigned, see has_offsets. */
+FAST INLINE bytes32 codes_of(const int kind, const uint8_t *p, const int run) { return stored_codes(kind, p, run) - (uint8_t)zero_of(kind); }
+
 /* Store 8 whole numbers, the bytes of two words, times `by`. */
 FAST INLINE void scaled(uint32_t low, uint32_t high, float zero, float by, float *out) {
     const uint64_t both = low | (uint64_t)high << 32;
     const vec8 x = (from_bytes8(&both) - zero) * by;
     memcpy(out, &x, sizeof x);
+}
+
+/* Return the scale of a block of 32 values. */
+FAST INLINE float scale_of_block(const int kind, const uint8_t *p, float *offset) {
+    if (kind == MXFP4) { /* a power of two, halved */
+        const uint32_t bits = *p < 2 ? 0x200000u << *p : (uint32_t)(*p - 1) << 23;
+        float x;
+        memcpy(&x, &bits, sizeof x);
+        return x;
+    }
+    const vec8 both = from_halves8((halves8){half(p), half(p + 2)}); /* every block has four bytes */
+    if (has_offsets(kind)) *offset = both[1];
+    return both[0];
 }
 
 /* Unpack scales and offsets of a group. */
