@@ -10,8 +10,6 @@ the start of the process to the first and to the 100th token, the time to the fi
 decoded tokens per second, and peak memory (mapped files included). Runs during which other processes used more than a
 fifth of a CPU are dropped.
 
-The first start with a model, which packs its weights for this CPU (docs/speed.md), is not measured.
-
 Results are kept per machine, side by side, in benchmarks/results/peers.{json,md}; a run adds to this machine's rows,
 --anew replaces them. --busy N measures beside N busy loops, in rows of their own. Models and stores are written first,
 once per --folder; if that was interrupted, delete the folder.

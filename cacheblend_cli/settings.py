@@ -77,7 +77,10 @@ class Settings:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     weight_dtype: str = _setting(
-        "auto", "auto, or int8: faster on a CPU, less exact.", shown=False, choices=("auto", "int8")
+        "auto",
+        "auto: as in the file; int8, int4: quantised once, on a CPU.",
+        shown=False,
+        choices=("auto", "int8", "int4"),
     )
     attention_backend: str = _setting(
         "auto", "auto, torch, triton or xformers.", shown=False, choices=("auto", "torch", "triton", "xformers")

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from cacheblend_kernels import RowTable, compiled
 from torch import Tensor
 
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weights import IN_FILE, load_weights
+from cacheblend_cli.model.weights import load_weights
 from cacheblend_cli.prompt.template import split_template
 from cacheblend_cli.prompt.wording import Wording
 
@@ -29,6 +30,15 @@ LONGEST = 1 << 14  # tokens of a prompt
 
 LOADED = {"fused", "renamed", "outer", "other_parts"}
 """What of a spec only says where `load_weights` finds the weights."""
+
+
+def values(weight: Tensor | RowTable, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a weight in memory."""
+    if isinstance(weight, Tensor):
+        return weight.clone()
+    rows = compiled.restore_rows(weight, torch.arange(len(weight)), dtype)
+    assert rows is not None
+    return rows * weight.factor
 
 
 def unlike_llama(spec: ModelSpec) -> list[str]:
@@ -58,9 +68,7 @@ class Frozen:
             raise ValueError(f"{spec.architecture} is not a plain Llama: {', '.join(special)}")
         device = torch.get_default_device()
         found = load_weights(spec, path, dtype, device)
-        self.weights = {name: found.pop(name).clone() for name in [*found]}
-        if IN_FILE in self.weights:
-            self.weights["embed"] = self.weights.pop(IN_FILE).to(device, dtype)
+        self.weights = {name: values(weight, dtype) for name, weight in found.items()}
         self.heads, self.kv_heads, self.dim = spec.num_heads, *spec.heads_of(0)
         self.device, self.dtype = device, dtype
         with torch.device("cpu"):

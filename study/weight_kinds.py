@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cacheblend_kernels import compiled
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
@@ -36,8 +35,7 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
         return q4_k(weight) if weight.shape[1] % 256 == 0 else rounded(weight, "Q4_1")
     of_gguf = GGMLQuantizationType[kind]
     blocks = quantize(weight.numpy(), of_gguf)
-    found = compiled.gguf_blocks(torch.from_numpy(blocks), int(of_gguf))
-    return torch.from_numpy(dequantize(blocks, of_gguf)) if found is None else found
+    return torch.from_numpy(dequantize(blocks, of_gguf))
 
 
 def q4_k(weight: Tensor) -> Tensor:

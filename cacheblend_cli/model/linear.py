@@ -54,8 +54,6 @@ def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
 class Linear:
     """x -> x W^T + b by torch. weight: [out, in]; bias: [out] or None, both in the compute dtype."""
 
-    is_steady = False
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
@@ -67,12 +65,10 @@ class Linear:
 class MappedLinear:
     """x -> x W^T + b by compiled code, with weights where they are stored, usually in the model's file.
 
-    Prompts: weights are dequantised tile by tile. Decode steps: quantised weights are multiplied with x rounded to 8
-    bits, one scale for each 32 values (as llama.cpp does). A row's result never depends on other rows (`is_steady`).
+    Prompts: weights are dequantised tile by tile. Decode steps: quantised weights are multiplied with x rounded to 15
+    bits, with one scale for each 32 values. A row's result never depends on other rows.
     table: W, [out, in]; bias: [out] in the compute dtype, or None.
     """
-
-    is_steady = True
 
     def __init__(self, table: RowTable, bias: Tensor | None = None) -> None:
         self.table, self.bias = table, None if bias is None else bias.contiguous()

@@ -32,7 +32,7 @@ LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; second
 AGREE = 1.1  # measuring ends when a candidate's second best time is within this ratio of its best
 MOST_WEIGHTS = 4 << 20
 
-_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 Run = Callable[[], object]
 Runs = Mapping[str, tuple[Run, Run]]
@@ -96,7 +96,7 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> list[str | None]:
-    """Return the CPU's instruction sets, and the user's limit for oneDNN."""
+    """Return the CPU's instruction sets, and the user's limits."""
     flags = next((line for line in _cpu_info() if line.startswith(("flags", "Features"))), "")
     return [flags, *(os.environ.get(name) for name in _VARIABLES)]
 

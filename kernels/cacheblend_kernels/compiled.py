@@ -298,7 +298,7 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
 
 def decode_product(x: Tensor, table: RowTable, bias: Tensor | None = None, *, vnni: bool = VNNI) -> Tensor | None:
     """factor * x W^T + bias for a few rows, with the weights where they are stored. Also None for a kind that is not in
-    BLOCKS. Rows are rounded to 8 bits, with a scale for 32 values, for weights in blocks; not for F32, F16 and BF16. A
+    BLOCKS. Rows are rounded to 15 bits, with a scale for 32 values, for weights in blocks; not for F32, F16 and BF16. A
     row's result depends neither on other rows nor on the number of threads.
 
     x: [num_rows, width], fp32 or bf16; bias: [num_outputs], fp32 or bf16. vnni: whether to use these instructions

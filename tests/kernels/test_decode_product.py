@@ -61,7 +61,7 @@ def test_a_product_of_few_rows(kind: int, width: int, vnni: bool) -> None:
     out = compiled.decode_product(x, table, vnni=vnni)
     assert out is not None
     exact = 0.5 * x.double() @ weight.T
-    assert (out - exact).norm() <= (1e-6 if values == 1 else 0.02) * exact.norm()
+    assert (out - exact).norm() <= (1e-6 if values == 1 else 1e-4) * exact.norm()
 
 
 def test_threads_and_a_mixed_table_in_bfloat16(vnni: bool) -> None:

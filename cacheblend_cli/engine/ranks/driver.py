@@ -242,7 +242,7 @@ def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.d
     spec = read_spec(path)
     check_divisible(spec, size)
     for name, given in (
-        ("--weight-dtype int8", config.weight_dtype != "auto"),
+        (f"--weight-dtype {config.weight_dtype}", config.weight_dtype != "auto"),
         ("--decode-with llama.cpp", config.llama_cpp_decodes),
     ):
         if given:

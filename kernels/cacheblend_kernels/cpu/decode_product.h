@@ -1,5 +1,6 @@
 /* Products of a few rows with weights in the blocks of a GGUF file, each read once for 4 rows. With blocks of codes, rows are rounded to
-   8 bits, with a scale for 32 values; with F32, F16 and BF16 they are not. A row's result depends neither on other rows nor on threads. */
+   whole numbers of 15 bits, with a scale for 32 values; with F32, F16 and BF16 they are not. A row's result depends neither on other
+   rows nor on threads. */
 
 enum { TOGETHER = 4, AT_A_TIME = 8 }; /* rows for which a block is unpacked once; outputs that stay cached from rows to rows */
 
@@ -14,9 +15,10 @@ typedef struct {
     int32_t type, bias_type, vnni, threads; /* vnni: 0 to do without */
 } DecodeProduct;
 
-/* 256 values of a row rounded to 8 bits: value = scale * code. Zeros follow the row's last value. */
+/* 256 values of a row: value = scale * (128 * high + low), |high| <= 127, -64 <= low < 64. Zeros follow the row's last value. */
+enum { MOST = 127 * 128 };
 typedef struct {
-    int8_t codes[GROUP];
+    int8_t high[GROUP], low[GROUP];
     float scales[8], sums[8], sums_of_16[16]; /* sums: of scale * code over 32 and over 16 values */
 } Rounded;
 
@@ -37,7 +39,6 @@ CLONES static void prepare_rows(const Prepared *p, int64_t first, int64_t last) 
             Rounded *to = p->groups + row * p->num_groups + group;
             for (int run = 0; run < 8; run++) {
                 const int64_t at = group * GROUP + run * RUN;
-                int8_t *codes = to->codes + run * RUN;
                 float x[RUN] = {0}, most = 0;
                 int sums[2] = {0}, nan = 0;
                 if (at < given->width)
@@ -51,15 +52,18 @@ CLONES static void prepare_rows(const Prepared *p, int64_t first, int64_t last) 
                     nan |= x[i] != x[i];
                 }
                 most = most < 1e-30f ? 1e-30f : most;
-                const float by = 127.f / most;
+                const float by = MOST / most;
                 for (int i = 0; i < RUN; i++) {
                     const float code = x[i] * by + 12582912.f; /* the nearest whole number in the last bits */
                     int32_t bits;
                     memcpy(&bits, &code, 4);
-                    codes[i] = (int8_t)(bits - 0x4b400000);
+                    bits -= 0x4b400000;
+                    const int32_t high = (bits + 64) >> 7;
+                    to->high[run * RUN + i] = (int8_t)high;
+                    to->low[run * RUN + i] = (int8_t)(bits - 128 * high);
+                    sums[i / 16] += bits;
                 }
-                for (int i = 0; i < RUN; i++) sums[i / 16] += codes[i];
-                to->scales[run] = nan ? NAN : most / 127.f;
+                to->scales[run] = nan ? NAN : most / MOST;
                 to->sums[run] = to->scales[run] * (float)(sums[0] + sums[1]);
                 to->sums_of_16[run * 2] = to->scales[run] * (float)sums[0];
                 to->sums_of_16[run * 2 + 1] = to->scales[run] * (float)sums[1];
@@ -130,7 +134,7 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
     ALL(r) finish_row(p->given, row + r, output, total_of(_mm256_add_ps(totals[r][0], totals[r][1])));
 }
 
-/* Define NAME(p, first, last), which computes these outputs. DOT(codes, x): sums of 4 products, unsigned with signed bytes. */
+/* Define NAME(p, first, last), which computes these outputs. DOT(codes, high, low): sums of 4 products. */
 #define DECODE_PRODUCT(NAME, FEATURES, DOT)                                                                                         \
     FEATURES INLINE void NAME##_codes(const Prepared *p, int64_t row, const int rows, int64_t output, const int kind) {             \
         const uint8_t *w = p->given->weight[output];                                                                                \
@@ -166,9 +170,10 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
                 const __m256i codes = (__m256i)stored_codes(kind, w, run);                                                          \
                 const __m256i sizes = is_unsigned(kind) ? codes : _mm256_abs_epi8(codes);                                           \
                 ALL(r) {                                                                                                            \
-                    __m256i some = _mm256_loadu_si256((const void *)(x[r * num_groups].codes + run * RUN));                         \
-                    if (!is_unsigned(kind)) some = _mm256_sign_epi8(some, codes);                                                   \
-                    const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, some));                                                        \
+                    __m256i high = _mm256_loadu_si256((const void *)(x[r * num_groups].high + run * RUN));                          \
+                    __m256i low = _mm256_loadu_si256((const void *)(x[r * num_groups].low + run * RUN));                            \
+                    if (!is_unsigned(kind)) high = _mm256_sign_epi8(high, codes), low = _mm256_sign_epi8(low, codes);               \
+                    const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, high, low));                                                   \
                     const __m256 scale = is_fine(kind) ? _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_broadcast_ss(by[r] + 2 * run)), \
                                                                               _mm_broadcast_ss(by[r] + 2 * run + 1), 1)             \
                                                        : _mm256_broadcast_ss(by[r] + run);                                          \
@@ -184,9 +189,10 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
             offset = has_offsets(kind) ? offset : -scale * (float)zero_of(kind);                                                    \
             ALL(r) {                                                                                                                \
                 const Rounded *of = x + r * num_groups;                                                                             \
-                __m256i some = _mm256_loadu_si256((const void *)(of->codes + run * RUN));                                           \
-                if (!is_unsigned(kind)) some = _mm256_sign_epi8(some, codes);                                                       \
-                const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, some));                                                            \
+                __m256i high = _mm256_loadu_si256((const void *)(of->high + run * RUN));                                            \
+                __m256i low = _mm256_loadu_si256((const void *)(of->low + run * RUN));                                              \
+                if (!is_unsigned(kind)) high = _mm256_sign_epi8(high, codes), low = _mm256_sign_epi8(low, codes);                   \
+                const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, high, low));                                                       \
                 totals[r][0] = _mm256_fmadd_ps(dot, _mm256_set1_ps(scale * of->scales[run]), totals[r][0]);                         \
                 if (is_unsigned(kind)) rest[r] = fmaf(offset, of->sums[run], rest[r]);                                              \
             }                                                                                                                       \
@@ -213,13 +219,17 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
 #define pairs_CODES_4(KIND) pairs_codes(p, row, 4, output, KIND)
 #define vnni_CODES_1(KIND) vnni_codes(p, row, 1, output, KIND)
 #define vnni_CODES_4(KIND) vnni_codes(p, row, 4, output, KIND)
-#define DOT_PAIRS(codes, x) _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))
+#define DOT_PAIRS(codes, high, low)                                                                                                 \
+    _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(codes, high), _mm256_set1_epi16(128)),                                  \
+                     _mm256_madd_epi16(_mm256_maddubs_epi16(codes, low), _mm256_set1_epi16(1)))
 DECODE_PRODUCT(pairs, FAST, DOT_PAIRS)
 #ifdef AVX512
-#define DOT_VNNI(codes, x) _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, x)
+#define DOT_VNNI(codes, high, low)                                                                                                  \
+    _mm256_dpbusd_epi32(_mm256_slli_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, high), 7), codes, low)
 DECODE_PRODUCT(vnni, AVX512(",avx2,fma,f16c,avx512vnni"), DOT_VNNI)
 #elif __GNUC__ >= 11
-#define DOT_VNNI(codes, x) _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), codes, x)
+#define DOT_VNNI(codes, high, low)                                                                                                  \
+    _mm256_dpbusd_avx_epi32(_mm256_slli_epi32(_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), codes, high), 7), codes, low)
 DECODE_PRODUCT(vnni, __attribute__((target("avx2,fma,f16c,avxvnni"))), DOT_VNNI)
 #endif
 #else
@@ -253,10 +263,8 @@ static void product_of_output(const Prepared *p, int64_t row, int64_t rows, int6
                 for (int part = 0; part < 16; part++) {
                     const int scale = is_fine(kind) ? part : part / 2;
                     int32_t dot = 0;
-                    if (has_offsets(kind))
-                        for (int i = part * 16; i < part * 16 + 16; i++) dot += codes[i] * x->codes[i];
-                    else
-                        for (int i = part * 16; i < part * 16 + 16; i++) dot += (int8_t)codes[i] * x->codes[i];
+                    for (int i = part * 16; i < part * 16 + 16; i++)
+                        dot += (has_offsets(kind) ? codes[i] : (int8_t)codes[i]) * (128 * x->high[i] + x->low[i]);
                     totals[r] += s.scales[scale] * x->scales[part / 2] * (float)dot;
                     if (has_offsets(kind)) totals[r] += s.offsets[scale] * x->sums_of_16[part];
                 }

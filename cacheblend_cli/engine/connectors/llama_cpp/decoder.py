@@ -39,11 +39,7 @@ class LlamaDecoder:
         """Message about the cost of decoding in another engine."""
         if self._tried and self._llama is None:
             return None
-        size = self.file.stat().st_size / 2**20
-        return (
-            f"llama.cpp decodes with {self.file.name}: memory holds the weights a second time ({size:,.0f} MiB), and KV of "
-            "running answers"
-        )
+        return f"llama.cpp decodes with {self.file.name}: memory holds the KV of running answers a second time"
 
     def loaded(self) -> LlamaCpp | None:
         """Return llama.cpp, loaded on first use; None, with a message, if it cannot decode."""
@@ -111,6 +107,5 @@ class LlamaDecoder:
         if llama is None:
             return {"decoded_by": "; ".join(["cacheblend", *refused])}
         return {
-            "decoded_by": f"llama.cpp ({llama.library.name}), {self.file}, beside the weights above",
-            "llama_cpp_bytes": self.file.stat().st_size,
+            "decoded_by": f"llama.cpp ({llama.library.name}), {self.file}",
         }
