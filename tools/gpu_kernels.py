@@ -128,7 +128,7 @@ def warm_up_model(name: str, backend: TritonBackend) -> None:
     weights = {target: torch.zeros(shape, dtype=torch.bfloat16) for target, shape in shapes.items()}
     if spec.tied:
         weights["lm_head"] = weights["embed"]
-    decoder = Decoder(spec, weights, backend)
+    decoder = Decoder(spec, weights, backend, torch.bfloat16)
     pool = KVPool.of(decoder, ROOM, 64)
     warm_up(decoder, pool)
     layer = decoder.layers[0]

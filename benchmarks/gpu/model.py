@@ -76,7 +76,7 @@ def random_model(name: str, config: dict[str, Any], device: torch.device, dtype:
     return RandomModel(
         name=name,
         path=model_dir(),
-        decoder=Decoder(spec, dict(weights), select_backend("auto", device)),
+        decoder=Decoder(spec, dict(weights), select_backend("auto", device), dtype),
         tokenizer=Tokenizer(model_dir()),
         fingerprint=f"random weights of seed 0, {name}, {dtype}",
         eos_ids=frozenset(),

@@ -94,7 +94,8 @@ def guard_mapping(address: int, size: int, message: bytes, exit_code: int) -> in
 
 def unguard_mapping(number: int) -> None:
     """Remove a guard. To be called before the memory is unmapped."""
-    library().cb_unguard_mapping(number)
+    if (code := library()) is not None:
+        code.cb_unguard_mapping(number)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | None:

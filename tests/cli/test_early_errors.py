@@ -14,8 +14,7 @@ from cacheblend_cli.blend import corrections, selectors
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.corpus import search
 from cacheblend_cli.engine.config import DECODERS, POOL_DTYPES
-from cacheblend_cli.model.linear import WEIGHT_DTYPES
-from cacheblend_cli.model.loading import DTYPES
+from cacheblend_cli.model.loading import DTYPES, WEIGHT_DTYPES
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import blend
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheblend_kernels import torch_attention
-
-from cacheblend_cli.model import linear
+from cacheblend_kernels import compiled, torch_attention
 
 Cli = Callable[..., Any]
 
@@ -50,9 +48,9 @@ def test_a_hole_is_stored_as_what_computed_it(cli: Cli, docs: Path) -> None:
 
 
 def test_a_cpu_for_which_onednn_has_no_bfloat16(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one without AVX-512: torch's own products take their place, and what is fastest is measured with those."""
-    for module in (linear, torch_attention):
-        monkeypatch.setattr(module, "onednn_multiplies", lambda dtype: dtype == torch.float32)
+    """As one without AVX-512, and without compiled code."""
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(torch_attention, "onednn_multiplies", lambda dtype: dtype == torch.float32)
     ids = cli("precompute", "docs", "--dtype", "bfloat16", "-q").out.split()
     ask = ("ask", "alpha", "--chunks", ",".join(ids), "--dtype", "bfloat16", "--max-tokens", "2", "--verify", "--json")
     [answer] = cli(*ask).records

@@ -34,7 +34,6 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker.memory import warm_up
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.model import linear
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -47,6 +46,7 @@ from cacheblend_kernels import (
     RegressionPrior,
     Slots,
     StoredKV,
+    compiled,
 )
 from cacheblend_kernels.interface import packed_bytes
 from cacheblend_kernels.triton_backend.backend import TritonBackend
@@ -393,7 +393,7 @@ def test_a_layer_is_four_products_and_five_kernels(
     """What a layer more costs the host, whatever is chosen: rotation and cache write are one launch, and nothing is
     copied."""
     give_zeros(monkeypatch)
-    monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)  # weights as on a GPU: not packed for a CPU
+    monkeypatch.setattr(compiled, "multiplies", lambda dtype: False)  # weights as on a GPU
     policy = BlendPolicy(make_selector(selector), ((1, ratio),))
     few, more = (launched(tmp_path, n, policy) for n in (4, 5))
     assert more - few == LAYER
@@ -403,7 +403,7 @@ def test_a_layer_is_four_products_and_five_kernels(
 def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many chunks are corrected; and a product, and the two gathers of the fresh K and V."""
     give_zeros(monkeypatch)
-    monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr(compiled, "multiplies", lambda dtype: False)
     policy = BlendPolicy(make_selector("first"), ((1, 0.2),), correction=Regression)
     few, more = (launched(tmp_path, n, policy) for n in (4, 5))
     assert more - few == LAYER | {
@@ -421,7 +421,7 @@ def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypat
 
 def test_a_probed_layer_launches_two_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_zeros(monkeypatch)
-    monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr(compiled, "multiplies", lambda dtype: False)
     few, more = (
         launched(tmp_path, 6, BlendPolicy(make_selector("query"), ((1, 0.2),), probe_layers=(1, *range(2, last))))
         for last in (4, 5)

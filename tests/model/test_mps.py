@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheblend_kernels import torch_attention
+from cacheblend_kernels import compiled, torch_attention
 from checkpoints import write_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +21,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.transfer import HostTransfer, StagedTransfer
-from cacheblend_cli.model import host_memory, linear
+from cacheblend_cli.model import host_memory
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -111,8 +111,8 @@ def test_every_operation_of_an_answer_runs_on_mps(
 ) -> None:
     from cacheblend_store import ChunkStore
 
-    for module in (linear, torch_attention):
-        monkeypatch.setattr(module, "onednn_multiplies", lambda dtype: False)  # products of its own, on a CPU alone
+    monkeypatch.setattr(compiled, "multiplies", lambda dtype: False)  # products of its own, on a CPU alone
+    monkeypatch.setattr(torch_attention, "onednn_multiplies", lambda dtype: False)
     write_checkpoint(tmp_path / "tiny", "qwen2", max_position_embeddings=1024)
     (tmp_path / "docs").mkdir()
     for i in range(3):
