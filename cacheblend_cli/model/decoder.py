@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
-from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads, compiled
+from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads
 from torch import Tensor
 
 from cacheblend_cli.model.altup import AltUp, LowRank, Streams
@@ -195,6 +193,7 @@ class Decoder:
     """
 
     steady = True
+    steady_rows = STEADY_ROWS
     number = 0  # identifies the model in messages to other ranks
 
     def __init__(
@@ -207,6 +206,11 @@ class Decoder:
     ) -> None:
         """part: None for the whole model."""
         self.spec, self.kernels, self.part, self.dtype = spec, kernels, part or Shard(spec), dtype
+        # these models have other matrix products too
+        others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
+        copied = any(isinstance(weight, Tensor) and weight.dim() == 2 for weight in weights.values())
+        self.steady_rows = 1 if self.part.is_whole and not others and not copied else STEADY_ROWS
+        """Rows from which a row's result does not depend on the number of rows, if `steady`: 1 or STEADY_ROWS."""
         outer = ModuleWeights(self.own_spec, weights, kernels)
         self.norm = outer.norm("norm")
         self.device = self.norm.weight.device
@@ -219,14 +223,6 @@ class Decoder:
                 layer.token_inputs = inputs
         self._streams = Streams(outer, spec.streams) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # scales of float8 pools; None: pools of the compute dtype
-
-    @cached_property
-    def steady_rows(self) -> int:
-        """Rows from which a row's result does not depend on the number of rows, if `steady`: 1 or STEADY_ROWS."""
-        spec = self.spec
-        # these models have other matrix products too
-        others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
-        return 1 if self.part.is_whole and not others and compiled.multiplies(self.dtype) else STEADY_ROWS
 
     @property
     def own_spec(self) -> ModelSpec:

@@ -182,15 +182,15 @@ class _Loader:
     def add(self, tensor: WeightTensor, table: RowTable | None) -> None:
         """Add a tensor, copied unless it is in a table."""
         target, start = tensor.target, tensor.start
-        if table is None and self._in_table(tensor):
-            rows = _room(tensor.shape, self.dtype, self.device)
-            table = RowTable.of(rows)
+        if table is None:
+            if in_table := self._in_table(tensor):
+                rows = _room(tensor.shape, self.dtype, self.device)
+            else:
+                if target not in self._copied:
+                    self._copied[target] = _room(tensor.full_shape, self._dtype_of(target), self.device)
+                rows = self._copied[target][start : start + tensor.shape[0]]
             _copy(self.source, tensor.stored, rows, self.deltas.get(tensor.name))
-        elif table is None:
-            if target not in self._copied:
-                self._copied[target] = _room(tensor.full_shape, self._dtype_of(target), self.device)
-            rows = self._copied[target][start : start + tensor.shape[0]]
-            _copy(self.source, tensor.stored, rows, self.deltas.get(tensor.name))
+            table = RowTable.of(rows) if in_table else None
         if table is not None:
             self._tables.setdefault(target, {})[start] = table
         self.report(math.prod(tensor.shape))
