@@ -252,6 +252,8 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
 
 IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
 """Settings of a question that only an engine with the same ones answers. Its other settings are the engine's own."""
+REMOVED = ("block_size", "weights_cache_gb")
+"""Settings of earlier versions."""
 HARMLESS = frozenset(
     grouped("search", "blend", "research", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
 )
@@ -412,8 +414,12 @@ def _merge(
     for key, value in layer.items():
         name = _name(key)
         if name not in _FIELDS:
-            section = f"settings have no sections: remove the line [{key}]" if isinstance(value, dict) else ""
-            raise UsageError(f"unknown setting {key!r} in {place}", section or _similar(name))
+            hint = _similar(name)
+            if isinstance(value, dict):
+                hint = f"settings have no sections: remove the line [{key}]"
+            elif name in REMOVED:
+                hint = "this setting was removed, and has no effect any more: remove the line"
+            raise UsageError(f"unknown setting {key!r} in {place}", hint)
         values[name] = _convert(name, value, place)
         if folder is not None and name in PATHS:
             values[name] = _beside(folder, name, values[name])

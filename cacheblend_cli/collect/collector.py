@@ -181,6 +181,7 @@ class Collector:
 
     def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
         assert planned.key == kv.key
+        self.collection.model.check_files()
         manifest = chunk_manifest(self.collection, planned)
         return manifest, encode_chunk(kv, manifest.codec).blobs()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ class LoadedModel:
     lora: Path | None = None  # the adapter merged into the weights
     lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
-    files: tuple[Path, ...] = ()  # files that the weights were read from
+    files: Mapping[Path, os.stat_result] = field(default_factory=dict)  # files of the weights, as they were at loading
 
     @property
     def shown_path(self) -> Path:
@@ -62,6 +64,21 @@ class LoadedModel:
     @property
     def spec(self) -> ModelSpec:
         return self.decoder.spec
+
+    def check_files(self) -> None:
+        """Raise UsageError if a file of the weights, which are used in place, was written to after loading. A file that
+        was replaced by another one is used as it was."""
+        for file, before in self.files.items() if self.decoder.device.type == "cpu" else ():
+            with suppress(FileNotFoundError):
+                now = file.stat()
+                if now.st_ino == before.st_ino and (now.st_mtime_ns, now.st_size) != (
+                    before.st_mtime_ns,
+                    before.st_size,
+                ):
+                    raise UsageError(
+                        f"{file} was changed while its weights were in use: what is computed now belongs to no model",
+                        "run the command again; replace such a file by renaming a new one",
+                    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ def load_model(
     part = part_of(spec)
     check_known("weight dtype", precision.weights, WEIGHT_DTYPES)
     check_known("attention backend", attention_backend, ("auto", *BACKENDS))
-    checkpoint_files(path)  # reports another format before a missing tokenizer
+    files = {file: file.stat() for file in checkpoint_files(path)}  # reports another format before a missing tokenizer
     compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
@@ -129,7 +146,7 @@ def load_model(
         lora=lora,
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
-        files=tuple(checkpoint_files(path)),
+        files=files,
     )
 
 

@@ -18,7 +18,14 @@ from cacheblend_cli.model import template_process
 from cacheblend_cli.model.model_files import AGAIN, LARGE_BYTES, is_there, read_object, read_text
 from cacheblend_cli.model.template_process import Rendered
 from cacheblend_cli.model.text_encoder import TextEncoder, checked, checked_ids, ids_of
-from cacheblend_cli.model.tokenizer_json import check_growth, for_the_middle, is_control, without_added
+from cacheblend_cli.model.tokenizer_json import (
+    check_growth,
+    for_the_middle,
+    is_control,
+    sharing_model,
+    stages_of,
+    without_added,
+)
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -48,7 +55,7 @@ class Tokenizer:
         self.text_encoder = TextEncoder(self._plain, self._control, self._num_embeddings)
 
     def _read(self, raw: str) -> None:
-        data = json.loads(raw)
+        data = stages_of(raw)
         check_growth(data)
         self._tokenizer = tokenizers.Tokenizer.from_str(raw)
         self._tokenizer.no_truncation()
@@ -58,7 +65,11 @@ class Tokenizer:
         added = data.get("added_tokens") or ()
         self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
         self._special_ids = frozenset(token["id"] for token in added if token["special"])
-        unknown: set[Any] = {_unknown_id(data["model"])}  # stands for unknown text, so it is not a forged control token
+        model = self._tokenizer.model
+        name, unknown_id = data["model"].get("unk_token"), data["model"].get("unk_id")
+        unknown = {
+            unknown_id if name is None else model.token_to_id(name)
+        }  # stands for unknown text: no forged control token
         template = self.template_source or ""
         self._control = {
             token["id"]: str(token["content"])
@@ -66,11 +77,11 @@ class Tokenizer:
             if token["id"] not in unknown and is_control(token["content"], special=token["special"], template=template)
         }
         self.control_ids = frozenset(self._control)
-        data["post_processor"], data["truncation"], data["padding"] = None, None, None
         middle = for_the_middle(data)
-        self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
+        self._middle = self._tokenizer if middle is data else sharing_model(self._tokenizer, middle, added)
         # Text is encoded by a copy without control tokens, so `<|im_end|>` in a document is several plain pieces.
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(without_added(middle, self.control_ids | unknown)))
+        kept = without_added(added, self.control_ids | unknown, model)
+        self._plain = sharing_model(self._tokenizer, middle, kept)
 
     def to_json(self) -> str:
         """Return tokenizer.json as tokenizers writes it."""
@@ -190,9 +201,3 @@ class Tokenizer:
         if not isinstance(template, str | None):
             raise UsageError(f"chat_template of {model_dir} is not a template: {str(template)[:60]}", AGAIN)
         return template
-
-
-def _unknown_id(model: dict[str, Any]) -> int | None:
-    """Return the unknown id of a tokenizer.json's model."""
-    name = model.get("unk_token")
-    return model.get("unk_id") if name is None else model["vocab"].get(name)

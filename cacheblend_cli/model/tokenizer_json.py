@@ -9,16 +9,44 @@ tokenizer does; text never yields a control token.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import Model
 
 MOST_GROWTH = 16
 """Limit of the factor by which normalizer and pre_tokenizer, or decoder, lengthen a text. Published ones: at most 4."""
 MOST_STAGES, MOST_SPECIAL = 512, 4096
 Stage = dict[str, Any]
+NOTHING: Stage = {
+    "version": "1.0", "added_tokens": [], "post_processor": None, "decoder": None, "truncation": None, "padding": None,
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}  # fmt: skip
+"""A tokenizer.json without a vocabulary."""
+
+
+class _Model(msgspec.Struct):
+    unk_token: str | None = None
+    unk_id: int | None = None
+
+
+class _File(msgspec.Struct):
+    model: _Model
+    added_tokens: list[Stage] | None = None
+    normalizer: Stage | None = None
+    pre_tokenizer: Stage | None = None
+    post_processor: Stage | None = None
+    decoder: Stage | None = None
+
+
 _BARRED = re.compile(
     "<[|\uff5c].*>|<.*[|\uff5c]>"
 )  # <|im_end|>, DeepSeek's with wide bars, Gemma 4's <|turn> and <turn|>
@@ -31,6 +59,15 @@ _HTML = frozenset(
     "math menu meta nav noscript object ol option p param picture pre q rp rt ruby s samp script section select small span strike strong style sub summary sup "
     "svg table tbody td template textarea tfoot th thead time title tr track tt u ul var video wbr".split()
 )
+
+
+def stages_of(raw: str) -> Stage:
+    """Return a tokenizer.json without its vocabulary and merges, which are skipped unread."""
+    file = msgspec.json.decode(raw, type=_File)
+    return {
+        name: msgspec.structs.asdict(value) if name == "model" else value
+        for name, value in msgspec.structs.asdict(file).items()
+    }
 
 
 def check_growth(data: Stage) -> None:
@@ -93,22 +130,31 @@ def for_the_middle(data: Stage) -> Stage:
     return data | {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
 
 
-def without_added(data: Stage, removed: Collection[int]) -> Stage:
-    """Return a tokenizer.json without some of its added tokens; the ids of the others stay.
+def without_added(added: Sequence[Stage], removed: Collection[int | None], model: Model) -> list[Stage]:
+    """Return added tokens without some of them; the ids of the others stay.
 
     A token that is not in the model's vocabulary gets its id from its position in the list, so a removed one is
     replaced by an unmatchable token.
     """
-    vocabulary = data["model"].get("vocab", {})
     nonce = secrets.token_hex(16)  # no text contains it
-    added = [
+    kept = [
         token if token["id"] not in removed else token | {"content": f"{nonce}{token['id']}", "normalized": False}
-        for token in data.get("added_tokens") or ()
-        if token["id"] not in removed or token["content"] not in vocabulary
+        for token in added
+        if token["id"] not in removed or model.token_to_id(token["content"]) is None
     ]
-    if all(token["id"] in removed for token in added):
-        added = []
-    return data | {"added_tokens": added}
+    return [] if all(token["id"] in removed for token in kept) else kept
+
+
+def sharing_model(tokenizer: Tokenizer, data: Stage, added: Sequence[Stage]) -> Tokenizer:
+    """Return a tokenizer that shares another one's model (most of its memory, and of the time to read it), with the
+    normalizer and pre_tokenizer of `data` and these added tokens. It puts no tokens around a text."""
+    stages = {name: data[name] for name in ("normalizer", "pre_tokenizer")}
+    made = Tokenizer.from_str(json.dumps(NOTHING | stages))
+    made.model = tokenizer.model
+    for special, run in groupby(added, key=itemgetter("special")):  # as the library adds those of a file
+        tokens = [AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in run]
+        (made.add_special_tokens if special else made.add_tokens)(tokens)
+    return made
 
 
 def _middle(stage: Stage | None) -> Stage | None:

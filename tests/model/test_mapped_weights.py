@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from cacheblend_kernels import RowTable, compiled
+from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from hub_families import RUN
 from safetensors.torch import load_file, save_file
 
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.demo import model_dir
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model import loading, sharded
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.loading import Precision, load_model
@@ -100,3 +107,21 @@ def test_a_rank_reads_runs_of_rows_from_a_source_that_uses_its_memory_again(monk
     part = sharded.ShardedTensors(source, {"w": Cut(rows=((0, 2), (4, 6)))}, Mock())
     assert list(part.headers()) == [("w", "F32", (4, 2))]
     assert torch.equal(part.read("w", 0, 4), stored[[0, 1, 4, 5]])
+
+
+@needs_compiled
+def test_kv_of_a_file_that_was_written_to_is_not_stored(tmp_path: Path) -> None:
+    shutil.copytree(model_dir(), tmp_path / "m")
+    (tmp_path / "a.txt").write_text("Mara leads billing. " * 20)
+    engine, file = Engine.load(EngineConfig(model=str(tmp_path / "m"))), tmp_path / "m" / "model.safetensors"
+    shutil.copy(file, tmp_path / "new")
+    (tmp_path / "new").replace(file)
+    engine.model.check_files()  # replaced: the mapped file is as it was
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "m")))
+    with file.open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"\1")
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        with pytest.raises(UsageError, match="changed while"):
+            engine.precompute(store, [str(tmp_path / "a.txt")], PrecomputeOptions(), lambda event: None)
+        assert not [chunk for chunk in store.chunks() if chunk.has_kv]

@@ -83,19 +83,10 @@ INLINE void finish_row(const DecodeProduct *given, int64_t row, int64_t output, 
             for (int64_t output = at; output < last && output < at + AT_A_TIME; output++)                                           \
                 NAME(p, row, p->given->rows - row < TOGETHER ? p->given->rows - row : TOGETHER, output);
 
-/* Copy what is left of a row into blocks of zeros. */
-INLINE const uint8_t *padded(const int kind, const uint8_t *p, int64_t values, uint8_t *room) {
-    memset(room, 0, 8 * 34);
-    memcpy(room, p, values / block_values(kind) * block_bytes(kind));
-    return room;
-}
-
 /* Fetch what is read in a while: a core's own prefetching leaves half of the memory's bandwidth unused. */
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
+enum { WEIGHTS_AHEAD = 4096 };
 #define READ_AHEAD(p, size)                                                                                                         \
-    for (int line_ = 0; line_ < (size); line_ += 64) __builtin_prefetch((p) + AHEAD + line_);
+    for (int line_ = 0; line_ < (size); line_ += 64) __builtin_prefetch((p) + WEIGHTS_AHEAD + line_);
 
 #ifdef PRODUCTS
 /* Whether products are made of unsigned codes, and with sums of x. */
@@ -233,6 +224,13 @@ DECODE_PRODUCT(vnni, AVX512(",avx2,fma,f16c,avx512vnni"), DOT_VNNI)
 DECODE_PRODUCT(vnni, __attribute__((target("avx2,fma,f16c,avxvnni"))), DOT_VNNI)
 #endif
 #else
+/* Copy what is left of a row into blocks of zeros. */
+INLINE const uint8_t *padded(const int kind, const uint8_t *p, int64_t values, uint8_t *room) {
+    memset(room, 0, 8 * 34);
+    memcpy(room, p, values / block_values(kind) * block_bytes(kind));
+    return room;
+}
+
 /* One output, in plain C. */
 static void product_of_output(const Prepared *p, int64_t row, int64_t rows, int64_t output) {
     const DecodeProduct *given = p->given;
@@ -247,9 +245,10 @@ static void product_of_output(const Prepared *p, int64_t row, int64_t rows, int6
                 for (int64_t i = 0; i < count; i++) totals[r] += w[i] * p->numbers[(row + r) * p->num_numbers + k + i];
         }
     } else {
+        uint8_t room[8 * 34];
         const uint8_t *w = given->weight[output];
         for (int64_t group = 0; group < p->num_groups; group++, w += GROUP / block_values(kind) * block_bytes(kind)) {
-            uint8_t room[8 * 34], codes[GROUP];
+            uint8_t codes[GROUP];
             Scales s;
             if (block_values(kind) == RUN && given->width - group * GROUP < GROUP)
                 w = padded(kind, w, given->width - group * GROUP, room);
