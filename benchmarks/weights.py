@@ -80,8 +80,8 @@ def main() -> None:
         show(
             kind.name,
             table.memory.nbytes,
-            lambda t=table: compiled.decode_product(one, t, None, 1.0),  # type: ignore[misc]
-            lambda t=table: compiled.prefill_product(many, t, None, 1.0),  # type: ignore[misc]
+            lambda t=table: compiled.decode_product(one, t),  # type: ignore[misc]
+            lambda t=table: compiled.prefill_product(many, t),  # type: ignore[misc]
         )
 
 

@@ -77,7 +77,8 @@ class MappedLinear:
         """x: [num_rows, in]. Returns [num_rows, out]."""
         product = compiled.decode_product if ROLE.decodes else compiled.prefill_product
         out = product(x, self.table, self.bias)
-        assert out is not None, "tables are made only where `compiled.multiplies`"
+        if out is None:  # tables are made only where `compiled.multiplies`
+            raise MemoryError("a matrix product has no memory for its scratch")
         return out
 
 
@@ -94,9 +95,11 @@ class Embedding:
         """Return rows [num_rows, width], or some of their columns. token_ids: [num_rows] int64."""
         if isinstance(self.weight, Tensor):
             return F.embedding(token_ids, self.weight if columns is None else self.weight[:, columns]).to(dtype)
-        rows = compiled.restore_rows(self.weight, token_ids, dtype)
+        whole = self.weight[token_ids]
+        part = None if columns is None else whole.columns(columns.start, columns.stop)
+        rows = compiled.restore_rows(whole if part is None else part, torch.arange(len(token_ids)), dtype)
         assert rows is not None, "tables are made only where `compiled.multiplies`"
-        return rows if columns is None else rows[:, columns]
+        return rows if columns is None or part is not None else rows[:, columns]
 
 
 def linear(weight: Weight, bias: Tensor | None = None) -> Linear | MappedLinear:

@@ -47,8 +47,9 @@ class RowTable:
 
     def columns(self, start: int, stop: int) -> RowTable | None:
         """Return a table of columns of a table of one kind; None if they do not begin and end with a block."""
-        _, num_bytes, values = BLOCKS[int(self.kinds[0])]
-        if start % values or stop % values or (self.kinds != self.kinds[0]).any():
+        kind = int(self.kinds[0]) if len(self) else 0
+        _, num_bytes, values = BLOCKS[kind]
+        if start % values or stop % values or (self.kinds != kind).any():
             return None
         addresses = self.addresses + start // values * num_bytes
         return RowTable(addresses, self.kinds, stop - start, self.memory, self.factor)

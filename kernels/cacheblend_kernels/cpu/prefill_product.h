@@ -35,7 +35,7 @@ INLINE void transpose(vec a[LANES]) {
     }
 }
 
-/* Pack words first..last - 1 of a block of rows: [words, BLOCK], zeros after the last row. */
+/* Pack a block of rows: [words, BLOCK], zeros after the last row. */
 INLINE void pack_block(const PrefillProduct *p, const Packed *packed, int64_t block, const int pairs) {
     float *to = (float *)packed->packed + block * packed->words * BLOCK;
     for (int64_t half = 0; half < BLOCK; half += LANES) {
@@ -169,12 +169,14 @@ INLINE void finish_outputs(const PrefillProduct *p, const Packed *x, const float
     }
 }
 
-/* Compute outputs first..first + count - 1. sums: [TILE, stride]; scratch: [TILE, STRIDE]. */
+/* Restore words of outputs first..first + count - 1. scratch: [TILE, STRIDE]. */
 FAST static void restore_tile(const PrefillProduct *p, float *scratch, int64_t first, int64_t count, int64_t word, int64_t words) {
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *row = p->rows[first + i];
         if (p->way == FLOATS)
             restore_row(p->kinds[first + i], row, word, words, scratch + i * STRIDE);
+        else if (p->kinds[first + i] == BF16)
+            memcpy(scratch + i * STRIDE, row + 4 * word, 4 * words);
         else
             restore_row_bf16(p->kinds[first + i], row, 2 * word, 2 * words, (uint16_t *)(scratch + i * STRIDE));
     }
