@@ -204,10 +204,11 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Whole processes with downloaded files",
         "",
-        f"GGUF files as published, and one of random blocks in Qwen2.5-7B's shape (shape7b). A prompt of about 2,000 tokens in {CHUNKS} chunks "
-        f"and a question, the same ids for all programs, {ANSWER_TOKENS} tokens of answer. Every run is a process of its own; medians. CPU until "
-        "loaded: beyond the imports of the same modules. Peak memory: VmHWM, pages of the mapped file included. By "
-        "`benchmarks/peers_files.py`.",
+        f"""\
+GGUF files as published, and one of random blocks in Qwen2.5-7B's shape (shape7b). A prompt of about 2,000 tokens in
+{CHUNKS} chunks and a question, the same ids for all programs, {ANSWER_TOKENS} tokens of answer. Every run is a process
+of its own; medians. CPU until loaded: beyond the imports of the same modules. Peak memory: VmHWM, pages of the mapped
+file included. By `benchmarks/peers_files.py`.""",
         *peers.machine_tables(result, COLUMNS),
     ]
     return "\n".join(lines).rstrip() + "\n"
