@@ -71,7 +71,7 @@ def _environment(home: Path, store: Path) -> dict[str, str]:
 
 
 def test_every_file_of_ours_is_opened_in_one_way(cli: Cli, docs: Path, model: Path, tmp_path: Path) -> None:
-    """Also by commands that read GGUF files, keep packed weights, move, check and remove data."""
+    """Also by commands that read GGUF files, keep quantised weights, move, check and remove data."""
     home, store, answers = tmp_path / "home", tmp_path / "own store", tmp_path / "answers.jsonl"
     gguf = tmp_path / "model.gguf"
     write_gguf(model, gguf, "qwen2", "Q8_0")

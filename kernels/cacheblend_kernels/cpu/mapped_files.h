@@ -22,13 +22,15 @@ static struct {
     char message[MESSAGE_BYTES];
 } guards[MOST_GUARDS];
 static struct sigaction before_guards;
-static int has_handler;
+static int has_handler, is_ending;
 
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     const uintptr_t at = (uintptr_t)info->si_addr;
     for (int i = 0; i < MOST_GUARDS && info->si_code > 0; i++) { /* up to 0: sent by a process, without an address */
         const Guard *guard = &guards[i].guard;
         if (__atomic_load_n(&guards[i].state, __ATOMIC_ACQUIRE) != GUARDED || at - guard->address >= guard->size) continue;
+        if (__atomic_exchange_n(&is_ending, 1, __ATOMIC_ACQ_REL)) /* another thread writes the message */
+            for (;;) pause();
         for (int64_t done = 0, count; done < guard->message_bytes; done += count)
             if ((count = write(STDERR_FILENO, guards[i].message + done, guard->message_bytes - done)) <= 0) break;
         _exit(guard->exit_code);
