@@ -22,6 +22,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import check_room, make_current
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
+from cacheblend_cli.model.host_memory import keep_freed_memory
 from cacheblend_cli.model.linear import bound_caches
 from cacheblend_cli.model.locate import locate
 from cacheblend_cli.model.machine_speeds import cpu_dtype
@@ -105,6 +106,7 @@ def load_model(
     the rank's part. Raises UsageError, NotFoundError, DeviceError.
     """
     bound_caches()
+    keep_freed_memory()
     spec = read_spec(path)
     part = part_of(spec)
     check_known("weight dtype", precision.weights, WEIGHT_DTYPES)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cacheblend_cli.model.module_weights import ModuleWeights
 
-MLP_ROWS = 256
+MLP_ROWS = 512  # every slice dequantises all weights
 GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
 
 

@@ -89,8 +89,8 @@ enum { WEIGHTS_AHEAD = 4096 };
     for (int line_ = 0; line_ < (size); line_ += 64) __builtin_prefetch((p) + WEIGHTS_AHEAD + line_);
 
 #ifdef PRODUCTS
-/* Whether products are made of unsigned codes, and with sums of x. */
-INLINE int is_unsigned(const int kind) { return has_offsets(kind) || zero_of(kind); }
+/* What is subtracted from unsigned codes, those included that are read as 128 more than signed ones. */
+INLINE int zero_with(const int kind, const int shifts) { return shifts && !has_offsets(kind) && !zero_of(kind) ? 128 : zero_of(kind); }
 
 #define ALL(r) _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
 
@@ -125,9 +125,11 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
     ALL(r) finish_row(p->given, row + r, output, total_of(_mm256_add_ps(totals[r][0], totals[r][1])));
 }
 
-/* Define NAME(p, first, last), which computes these outputs. DOT(codes, high, low): sums of 4 products. */
-#define DECODE_PRODUCT(NAME, FEATURES, DOT)                                                                                         \
+/* Define NAME(p, first, last), which computes these outputs. DOT(codes, high, low): sums of 4 products of unsigned codes. SHIFTS:
+   whether signed codes become unsigned by 128 more, which DOT_PAIRS has no room for; else by their size, with their sign given to x. */
+#define DECODE_PRODUCT(NAME, FEATURES, DOT, SHIFTS)                                                                                 \
     FEATURES INLINE void NAME##_codes(const Prepared *p, int64_t row, const int rows, int64_t output, const int kind) {             \
+        const int zero = zero_with(kind, SHIFTS), is_unsigned = has_offsets(kind) || zero;                                          \
         const uint8_t *w = p->given->weight[output];                                                                                \
         const int64_t num_groups = p->num_groups, full = p->given->width / GROUP;                                                   \
         const Rounded *x = p->groups + row * num_groups;                                                                            \
@@ -149,21 +151,21 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
                     _mm256_storeu_ps(by[r] + 8, _mm256_mul_ps(rest, _mm256_permutevar8x32_ps(scales, high)));                       \
                 } else                                                                                                              \
                     _mm256_storeu_ps(by[r], _mm256_mul_ps(all, scales));                                                            \
-                for (int part = 0; is_unsigned(kind) && part < (is_fine(kind) ? 2 : 1); part++) {                                   \
+                for (int part = 0; is_unsigned && part < (is_fine(kind) ? 2 : 1); part++) {                                         \
                     const float *sums = (is_fine(kind) ? of->sums_of_16 : of->sums) + part * 8;                                     \
-                    const __m256 zero = _mm256_mul_ps(_mm256_loadu_ps(s.scales + part * 8), _mm256_set1_ps(-(float)zero_of(kind))); \
-                    const __m256 offsets = has_offsets(kind) ? _mm256_loadu_ps(s.offsets + part * 8) : zero;                        \
+                    const __m256 least = _mm256_mul_ps(_mm256_loadu_ps(s.scales + part * 8), _mm256_set1_ps(-(float)zero));         \
+                    const __m256 offsets = has_offsets(kind) ? _mm256_loadu_ps(s.offsets + part * 8) : least;                       \
                     totals[r][part] = _mm256_fmadd_ps(offsets, _mm256_loadu_ps(sums), totals[r][part]);                             \
                 }                                                                                                                   \
             }                                                                                                                       \
             __asm__("" : "+m"(by));                                                                                                 \
             _Pragma("GCC unroll 8") for (int run = 0; run < 8; run++) {                                                             \
-                const __m256i codes = (__m256i)stored_codes(kind, w, run);                                                          \
-                const __m256i sizes = is_unsigned(kind) ? codes : _mm256_abs_epi8(codes);                                           \
+                const __m256i codes = (__m256i)(stored_codes(kind, w, run) ^ (uint8_t)(zero & 128));                                \
+                const __m256i sizes = is_unsigned ? codes : _mm256_abs_epi8(codes);                                                 \
                 ALL(r) {                                                                                                            \
                     __m256i high = _mm256_loadu_si256((const void *)(x[r * num_groups].high + run * RUN));                          \
                     __m256i low = _mm256_loadu_si256((const void *)(x[r * num_groups].low + run * RUN));                            \
-                    if (!is_unsigned(kind)) high = _mm256_sign_epi8(high, codes), low = _mm256_sign_epi8(low, codes);               \
+                    if (!is_unsigned) high = _mm256_sign_epi8(high, codes), low = _mm256_sign_epi8(low, codes);                     \
                     const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, high, low));                                                   \
                     const __m256 scale = is_fine(kind) ? _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_broadcast_ss(by[r] + 2 * run)), \
                                                                               _mm_broadcast_ss(by[r] + 2 * run + 1), 1)             \
@@ -175,17 +177,17 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
         for (int run = 0; full < num_groups && run < p->given->width % GROUP / RUN; run++, w += block_bytes(kind)) {                \
             float offset = 0;                                                                                                       \
             const float scale = scale_of_block(kind, w, &offset);                                                                   \
-            const __m256i codes = (__m256i)stored_codes(kind, w, 0);                                                                \
-            const __m256i sizes = is_unsigned(kind) ? codes : _mm256_abs_epi8(codes);                                               \
-            offset = has_offsets(kind) ? offset : -scale * (float)zero_of(kind);                                                    \
+            const __m256i codes = (__m256i)(stored_codes(kind, w, 0) ^ (uint8_t)(zero & 128));                                      \
+            const __m256i sizes = is_unsigned ? codes : _mm256_abs_epi8(codes);                                                     \
+            offset = has_offsets(kind) ? offset : -scale * (float)zero;                                                             \
             ALL(r) {                                                                                                                \
                 const Rounded *of = x + r * num_groups;                                                                             \
                 __m256i high = _mm256_loadu_si256((const void *)(of->high + run * RUN));                                            \
                 __m256i low = _mm256_loadu_si256((const void *)(of->low + run * RUN));                                              \
-                if (!is_unsigned(kind)) high = _mm256_sign_epi8(high, codes), low = _mm256_sign_epi8(low, codes);                   \
+                if (!is_unsigned) high = _mm256_sign_epi8(high, codes), low = _mm256_sign_epi8(low, codes);                         \
                 const __m256 dot = _mm256_cvtepi32_ps(DOT(sizes, high, low));                                                       \
                 totals[r][0] = _mm256_fmadd_ps(dot, _mm256_set1_ps(scale * of->scales[run]), totals[r][0]);                         \
-                if (is_unsigned(kind)) rest[r] = fmaf(offset, of->sums[run], rest[r]);                                              \
+                if (is_unsigned) rest[r] = fmaf(offset, of->sums[run], rest[r]);                                                    \
             }                                                                                                                       \
         }                                                                                                                           \
         ALL(r) finish_row(p->given, row + r, output, total_of(_mm256_add_ps(totals[r][0], totals[r][1])) + rest[r]);                \
@@ -213,15 +215,15 @@ FAST INLINE void product_of_numbers(const Prepared *p, int64_t row, const int ro
 #define DOT_PAIRS(codes, high, low)                                                                                                 \
     _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(codes, high), _mm256_set1_epi16(128)),                                  \
                      _mm256_madd_epi16(_mm256_maddubs_epi16(codes, low), _mm256_set1_epi16(1)))
-DECODE_PRODUCT(pairs, FAST, DOT_PAIRS)
+DECODE_PRODUCT(pairs, FAST, DOT_PAIRS, 0)
 #ifdef AVX512
 #define DOT_VNNI(codes, high, low)                                                                                                  \
     _mm256_dpbusd_epi32(_mm256_slli_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, high), 7), codes, low)
-DECODE_PRODUCT(vnni, AVX512(",avx2,fma,f16c,avx512vnni"), DOT_VNNI)
+DECODE_PRODUCT(vnni, AVX512(",avx2,fma,f16c,avx512vnni"), DOT_VNNI, 1)
 #elif __GNUC__ >= 11
 #define DOT_VNNI(codes, high, low)                                                                                                  \
     _mm256_dpbusd_avx_epi32(_mm256_slli_epi32(_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), codes, high), 7), codes, low)
-DECODE_PRODUCT(vnni, __attribute__((target("avx2,fma,f16c,avxvnni"))), DOT_VNNI)
+DECODE_PRODUCT(vnni, __attribute__((target("avx2,fma,f16c,avxvnni"))), DOT_VNNI, 1)
 #endif
 #else
 /* Copy what is left of a row into blocks of zeros. */
