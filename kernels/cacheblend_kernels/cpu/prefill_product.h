@@ -169,16 +169,33 @@ INLINE void finish_outputs(const PrefillProduct *p, const Packed *x, const float
     }
 }
 
+#ifdef AVX512
+#define RESTORE_PAIRS restore_row_by_cpu
+#else
+#define RESTORE_PAIRS restore_row_bf16
+#endif
+
+enum { ROWS_AHEAD = 4 };
+
+/* Fetch words of an output that is restored soon: its part is too short for the CPU to notice a pattern. */
+INLINE void fetch_ahead(const PrefillProduct *p, int64_t output, int64_t word, int64_t words) {
+    if (output >= p->outputs) return;
+    const int64_t of_word = p->way == FLOATS ? 1 : 2, values = block_values(p->kinds[output]), size = block_bytes(p->kinds[output]);
+    const uint8_t *from = p->rows[output] + word * of_word / values * size;
+    for (int64_t at = 0; at < words * of_word / values * size; at += 64) __builtin_prefetch(from + at);
+}
+
 /* Restore words of outputs first..first + count - 1. scratch: [TILE, STRIDE]. */
 FAST static void restore_tile(const PrefillProduct *p, float *scratch, int64_t first, int64_t count, int64_t word, int64_t words) {
     for (int64_t i = 0; i < count; i++) {
+        fetch_ahead(p, first + i + ROWS_AHEAD, word, words);
         const uint8_t *row = p->rows[first + i];
         if (p->way == FLOATS)
             restore_row(p->kinds[first + i], row, word, words, scratch + i * STRIDE);
         else if (p->kinds[first + i] == BF16)
             memcpy(scratch + i * STRIDE, row + 4 * word, 4 * words);
         else
-            restore_row_bf16(p->kinds[first + i], row, 2 * word, 2 * words, (uint16_t *)(scratch + i * STRIDE));
+            RESTORE_PAIRS(p->kinds[first + i], row, 2 * word, 2 * words, (uint16_t *)(scratch + i * STRIDE));
     }
 }
 
