@@ -14,12 +14,12 @@ from cacheblend_cli.errors import UsageError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["selector", "collector", "decoder"]
+Kind = Literal["selector", "collector", "decoder", "source"]
 
 
 @cache
 def installed(kind: Kind) -> tuple[EntryPoint, ...]:
-    """Return the entry points of the group cacheblend.selectors, .collectors or .decoders."""
+    """Return the entry points of the group cacheblend.selectors, .collectors, .decoders or .sources."""
     from importlib.metadata import entry_points  # slow: a tenth of the import time of a warm answer
 
     return tuple(sorted(entry_points(group=f"cacheblend.{kind}s")))

@@ -104,6 +104,24 @@ def test_a_collector_puts_kv_to_the_tier(packages: Path, folder: Path) -> None:
         assert (refused.code, "installed: here" in refused.err) == (2, True), refused.err
 
 
+def test_an_object_store_holds_a_tier(packages: Path, folder: Path) -> None:
+    url = f"sqlite://{folder / 'kv.db'}"
+    stored, pushed, pulled, listed, shared, unknown = commands(
+        packages,
+        "precompute a.md -q",
+        f"chunks push {url}",
+        f"chunks pull {url} --store other",
+        "chunks ls --json --store other",
+        f"precompute a.md --store third --tier {url}",
+        f"chunks push nosql://{folder / 'kv.db'}",
+    )
+    assert (stored.code, pushed.code, pulled.code) == (0, 0, 0), stored.err + pushed.err + pulled.err
+    [chunk] = listed.records
+    assert chunk["bytes"] > 0
+    assert "1 of them from the tier" in shared.err
+    assert (unknown.code, "unknown tier 'nosql://" in unknown.err) == (2, True), unknown.err
+
+
 def test_a_broken_extension_ends_only_what_uses_it(packages: Path, folder: Path) -> None:
     broken, twice, other = commands(
         packages, "serve --decoder broken:x --port 0", "serve --decoder twice:x", "search Mara"

@@ -116,7 +116,8 @@ def pull(
 def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier:
     """Return the tier at the URL, by default that of the settings. Raises TierErrors and UsageError."""
     from cacheblend_store import TierUsage
-    from cacheblend_store.tier import open_tier as open_at
+
+    from cacheblend_cli.kv.tier_location import open_tier as open_at
 
     if "/" in url and "://" not in url:
         url = Path(url).expanduser().absolute().as_uri()

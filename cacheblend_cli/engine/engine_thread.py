@@ -213,7 +213,9 @@ def answer_of(events: Iterable[Event]) -> Answer:
 def _share(store: ChunkStore, settings: Settings) -> None:
     """Attach the tier of the settings, if any, to a store without one. Raises TierUsage, TierNotFound."""
     if settings.tier and store.tier is None:
-        from cacheblend_store.tier import SharedTier, open_tier
+        from cacheblend_store.tier import SharedTier
+
+        from cacheblend_cli.kv.tier_location import open_tier
 
         tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
         tier.check_later()

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkStore, StoreError
 from cacheblend_store.format.records import decode_manifest, encode_manifest
-from cacheblend_store.tier import open_tier
 from cacheblend_store.writer import with_digests
 
 from cacheblend_cli.collect.collector import (
@@ -34,6 +33,7 @@ from cacheblend_cli.collect.collector import (
 from cacheblend_cli.collect.encoding import encoded
 from cacheblend_cli.collect.prefill import PrefixKV, collect, collect_prefix, pack_tokens
 from cacheblend_cli.errors import CacheBlendError, DeviceError, UsageError
+from cacheblend_cli.kv.tier_location import open_tier
 from cacheblend_cli.prompt.collection import Collection
 
 if TYPE_CHECKING:

@@ -1,105 +1,50 @@
-"""A tier on an object store (S3, Google Cloud Storage, Azure, a folder, or memory), through obstore."""
+"""A tier: chunks and documents as objects of an object store."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
-from cacheblend_store.errors import (
-    BadBlob,
-    StoreError,
-    StoreFormat,
-    StoreNoSpace,
-    StorePermission,
-    TierError,
-    TierNotFound,
-    TierUsage,
-)
+from cacheblend_store.errors import BadBlob, StoreFormat, TierError, TierNotFound, TierUsage
 from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import ChunkManifest, Memo
 from cacheblend_store.tier import layout
 from cacheblend_store.tier.cipher import Cipher
 from cacheblend_store.tier.layout import DocumentBundle, Head, ObjectLayout
+from cacheblend_store.tier.object_stores import ObjectStore, TierObject, check_url, errors_of, open_objects
 
-SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
 MAX_CHUNK_BYTES = 16 << 30
 _ROOT, _DOCUMENTS, _COLLECTION, _MARKER = f"v{layout.VERSION}", "documents", "collection", "cacheblend-tier.json"
-_CONNECT_S, _REQUEST_S = 2, 30
 _PIECE_BYTES = 8 << 20  # bytes per request, so that the timeout does not depend on the object size
 _LISTED = 1000  # objects per listing request
-_DENIED = re.compile(r"40[13] (Forbidden|Unauthorized)|[Pp]ermission denied")
 _NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
 
 
-def check_url(url: str) -> str:
-    """Return the scheme. Raises TierUsage for an unknown one, or a URL with credentials, which it omits."""
-    parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise TierUsage(
-            "the URL of a tier may have only a bucket and a prefix",
-            "credentials come from the environment: docs/scale.md",
-        )
-    if parts.scheme not in SCHEMES:
-        known = "s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER, memory:///"
-        raise TierUsage(f"unknown tier {url!r}", f"known: {known}")
-    if parts.scheme == "file" and parts.netloc:
-        raise TierUsage(f"{url!r} contains a host name", "write three slashes: file:///FOLDER")
-    return parts.scheme
+def open_tier(
+    url: str,
+    key_file: str | Path | None = None,
+    *,
+    create: bool = True,
+    opener: Callable[[str], ObjectStore] | None = None,
+) -> Tier:
+    """Return the tier at a URL, without sending a request; `check` does that. Raises TierUsage, TierNotFound.
 
-
-def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = True) -> Tier:
-    """Return the tier at a URL, without sending a request; `check` does that.
-
-    Credentials and endpoint come from the environment variables that obstore reads (AWS_ACCESS_KEY_ID,
-    AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...). Raises TierUsage, TierNotFound.
-
-    key_file: file with the secret to encrypt objects. create: create a missing folder if its parent exists.
+    key_file: file with the secret to encrypt objects. create: create a missing folder if its parent exists. opener:
+    opens the object store of a scheme that is not in SCHEMES.
     """
-    scheme = check_url(url)
+    check_url(url, any_scheme=opener is not None)
     cipher = None if not key_file else Cipher.of_file(Path(key_file).expanduser())
-    try:
-        import obstore  # noqa: F401
-    except ImportError as error:
-        raise TierUsage("a tier needs obstore, which is not installed", "install the extra: tier") from error
-    if scheme == "memory":
-        return Tier(url, _memory(url), cipher)
-    with _errors(url):
-        from obstore.store import LocalStore, from_url
-
-        if scheme == "file":
-            folder = Path(unquote(urlsplit(url).path))
-            if not folder.is_dir() and not (create and folder.parent.is_dir()):
-                raise TierNotFound(f"the folder {folder} does not exist", "create it, or mount its filesystem")
-            return Tier(url, LocalStore(folder, mkdir=True), cipher, folder)
-        client: Any = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s", "allow_http": True}
-        return Tier(url, from_url(url, client_options=client, retry_config={"max_retries": 2}), cipher)
-
-
-@cache
-def _memory(url: str) -> Any:
-    """Return this process's object store for a memory URL."""
-    from obstore.store import MemoryStore
-
-    return MemoryStore()
-
-
-class TierObject(NamedTuple):
-    """An object in a listing."""
-
-    name: str
-    size: int  # bytes
-    modified: float  # seconds since the epoch
+    if opener is not None:
+        with errors_of(url):
+            return Tier(url, opener(url), cipher)
+    store, folder = open_objects(url, create=create)
+    return Tier(url, store, cipher, folder)
 
 
 class Tier:
@@ -109,21 +54,19 @@ class Tier:
     Methods raise TierError, never an error of a library.
     """
 
-    def __init__(self, url: str, store: Any, cipher: Cipher | None = None, folder: Path | None = None) -> None:
-        import obstore
-
-        self.url, self._store, self._cipher, self._folder_path, self._api = url, store, cipher, folder, obstore
+    def __init__(self, url: str, store: ObjectStore, cipher: Cipher | None = None, folder: Path | None = None) -> None:
+        self.url, self._store, self._cipher, self._folder_path = url, store, cipher, folder
         self._marked = False
 
     def check(self) -> None:
         """Connect to the tier and check its format. Raises TierError."""
         if not self._may_read(_MARKER):
             raise StoreFormat(f"{_MARKER} at {self.url} is not a regular file", "use another prefix")
-        with _errors(self.url):
-            for _ in self._api.list(self._store, prefix=_ROOT, chunk_size=1):  # fails if the bucket does not exist
+        with errors_of(self.url):
+            for _ in self._store.list(_ROOT, 1):  # fails if the bucket does not exist
                 break
             try:
-                found = bytes(self._api.get(self._store, _MARKER).bytes())
+                found = bytes(self._store.get(_MARKER))
             except FileNotFoundError:
                 return
         try:
@@ -166,8 +109,8 @@ class Tier:
         if not self._may_read(name):
             return None
         try:
-            with _errors(self.url):
-                return int(self._api.head(self._store, name)["size"])
+            with errors_of(self.url):
+                return self._store.size(name)
         except TierNotFound:
             return None
 
@@ -178,9 +121,9 @@ class Tier:
     def read(self, name: str, start: int, end: int) -> memoryview:
         if not self._may_read(name):
             raise BadBlob("its object is not a regular file")
-        with _errors(self.url):
+        with errors_of(self.url):
             pieces = [
-                memoryview(self._api.get_range(self._store, name, start=at, end=min(at + _PIECE_BYTES, end)))
+                memoryview(self._store.get(name, at, min(at + _PIECE_BYTES, end)))
                 for at in range(start, end, _PIECE_BYTES)
             ]
         data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
@@ -279,61 +222,18 @@ class Tier:
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete up to 1,000 objects."""
-        with _errors(self.url):
-            self._api.delete(self._store, list(names))
+        with errors_of(self.url):
+            self._store.delete(list(names))
 
     def _put(self, name: str, data: bytes) -> int:
-        with _errors(self.url):
+        with errors_of(self.url):
             if not self._marked:
                 marker = json.dumps({"version": layout.VERSION, "key": self._key_check}).encode()
-                self._api.put(self._store, _MARKER, marker)
+                self._store.put(_MARKER, marker)
                 self._marked = True
-            self._api.put(self._store, name, data)
+            self._store.put(name, data)
         return len(data)
 
     def _list(self) -> Iterator[TierObject]:
-        with _errors(self.url):
-            for page in self._api.list(self._store, prefix=_ROOT, chunk_size=_LISTED):
-                for meta in page:
-                    if not _NAME.fullmatch(meta["path"]):
-                        continue
-                    yield TierObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
-
-
-@contextmanager
-def _errors(url: str) -> Iterator[None]:
-    """Convert errors of the library and the system to StoreErrors, in one line and without URL queries."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except FileNotFoundError as error:
-        raise TierNotFound(f"{url}: {_line(error)}", "check bucket and prefix") from error
-    except Exception as error:
-        kind, text = type(error).__name__, str(error)
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "StorageFull" in text:
-            raise StoreNoSpace(f"no space is left at {url}", "free some space, or use another tier") from error
-        if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or _DENIED.search(text):
-            raise StorePermission(
-                f"{url} may not be used: {_line(error)}", "check the credentials in the environment, and their rights"
-            ) from error
-        if "NoSuchBucket" in text:
-            raise TierNotFound(f"the bucket at {url} does not exist", "create it, or check the URL") from error
-        if "MissingAccount" in text or isinstance(error, ValueError):
-            raise TierUsage(f"{url} cannot be used: {_line(error)}", "see docs/scale.md") from error
-        raise TierError(f"{url} failed: {_line(error)}", "check the network and the endpoint") from error
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error without URL queries, or the error code of an XML body."""
-    text, xml, body = str(error).partition("<?xml")
-    if xml:
-        code = re.search(r"<Code>(\w+)</Code>", body)
-        text += code[1] if code else xml + body
-    line = (text.strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\S+", lambda word: _without_query(word[0]), line)[:300]
-
-
-def _without_query(url: str) -> str:
-    scheme, colon, rest = url.partition("://")
-    return scheme + colon + rest.partition("?")[0] if colon else url
+        with errors_of(self.url):
+            yield from (found for found in self._store.list(_ROOT, _LISTED) if _NAME.fullmatch(found.name))
