@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PAGES = """
-import resource, torch
+HELD = """
+import ctypes, json, sys
 from cacheblend_cli.model.host_memory import keep_freed_memory
-keep_freed_memory()
-def activations():
-    return [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(4)], torch.ones(24 << 20, dtype=torch.uint8)
-for _ in range(12):  # until the heap has grown
-    activations()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
-    activations()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+class Counts(ctypes.Structure):  # mallinfo(3)
+    _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks mapped usmblks fsmblks used free keepcost".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo.restype, libc.malloc.restype, libc.free.argtypes = Counts, ctypes.c_void_p, [ctypes.c_void_p]
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+before = libc.mallinfo()
+blocks = [libc.malloc(24 << 20) for _ in range(5)]
+mapped = libc.mallinfo().mapped - before.mapped
+for block in blocks:
+    libc.free(block)
+print(json.dumps([mapped >> 20, libc.mallinfo().arena - before.arena >> 20]))
 """
 
 
-def faults(**environment: str) -> int:
-    """Return the page faults of taking and freeing 40 MiB eight times, in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, "-c", PAGES], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    return int(run.stdout)
+def held(kept: str, **environment: str) -> list[int]:
+    """Take and free 120 MiB in a process of its own. Returns the MiB that were mapped, and those that malloc keeps."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | environment
+    command = [sys.executable, "-c", HELD, kept]
+    found: list[int] = json.loads(subprocess.run(command, env=mine, capture_output=True, text=True, check=True).stdout)
+    return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
-def test_freed_memory_is_taken_again_without_page_faults_unless_the_user_set_otherwise() -> None:
-    if "libc.so.6" not in Path("/proc/self/maps").read_text():
-        pytest.skip("no glibc")
-    of_a_round = (40 << 20) // os.sysconf("SC_PAGE_SIZE")
-    assert faults() < of_a_round
-    assert faults(MALLOC_MMAP_THRESHOLD_="65536") > 7 * of_a_round  # the user's setting
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo"), reason="glibc's")
+def test_malloc_keeps_freed_memory_unless_the_user_set_otherwise() -> None:
+    mapped, kept = held("kept")
+    assert mapped == 0
+    assert kept > 100
+    for mapped, kept in (held("default"), held("kept", MALLOC_MMAP_THRESHOLD_="65536")):
+        assert mapped > 100
+        assert kept < 20

@@ -139,7 +139,7 @@ static Accumulate accumulate_of(int way) {
 #ifdef AVX512
     if (way == FLOATS) return accumulate_floats;
     if (way == PAIRS_OF_BFLOAT16 && __builtin_cpu_supports("avx512bf16")) return accumulate_pairs;
-    if (way == MATRICES_OF_BFLOAT16 && tiles_allowed()) return accumulate_matrices;
+    if (way == MATRICES_OF_BFLOAT16 && __builtin_cpu_supports("avx512bf16") && tiles_allowed()) return accumulate_matrices;
 #endif
     return way == FLOATS ? accumulate_floats : 0;
 }
