@@ -5,6 +5,8 @@ from cacheblend_cli.types.answer import (
     Answer,
     AskPlan,
     ChunkUse,
+    Claim,
+    ClaimKind,
     Confirmation,
     FinishReason,
     LayerReport,
@@ -44,7 +46,7 @@ from cacheblend_cli.types.sampling import (
 
 __all__ = [
     "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer",
-    "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse",
+    "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse", "Claim", "ClaimKind",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
     "Notes", "Piece", "PlannedChunk", "Risk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
     "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",

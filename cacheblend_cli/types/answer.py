@@ -52,6 +52,22 @@ class TokenUse:
     kind: str
 
 
+ClaimKind = Literal["number", "date", "time", "code", "address", "quote", "name"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A part of an answer that was looked up in the texts of its prompt."""
+
+    text: str
+    start: int  # in the answer's text, in code points
+    end: int
+    kind: ClaimKind
+    found: bool  # a text of the prompt has it: a chunk, the question or an earlier turn
+    chunk: int | None = None  # index of the first chunk of `chunks` that has it, None if no chunk has it
+    place: str = ""  # page, slide or lines in the chunk's source; "" if unknown
+
+
 @dataclass(frozen=True)
 class Timing:
     """Durations in seconds."""
@@ -146,6 +162,7 @@ class Answer:
     verify: Verification | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the prompt's second token on, if requested
+    claims: list[Claim] = field(default_factory=list)  # what could be looked up, in the order of the text
     notes: list[str] = field(default_factory=list)  # messages for people
     layers: list[LayerReport] = field(default_factory=list)
     auto: AutoReport | None = None  # decision of the loading controller, with --ratio auto
@@ -177,6 +194,7 @@ class Answer:
             "recompute_fraction": round(self.recompute_fraction, 6),
             "generated_tokens": len(self.generated_ids),
             "chunks": [vars(c) for c in self.chunks],
+            "claims": [vars(c) for c in self.claims],
             "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "weak_match": self.weak_match,
