@@ -168,7 +168,7 @@ class Client:
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
         """Return the answer. about: see `request`."""
         ask = question if isinstance(question, AskRequest) else self.request(question, **about)
-        return next(event for event in self.events(ask.unstreamed()) if isinstance(event, CompletedAnswer)).answer
+        return next(event for event in self.events(ask) if isinstance(event, CompletedAnswer)).answer
 
     def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""

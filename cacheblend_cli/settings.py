@@ -118,10 +118,6 @@ class Settings:
         0.03, "models check: accept a ratio up to this mean KL to a full prefill, in nats per token."
     )
     kl_p90: float = _setting(0.08, "models check: the same limit for the 90th percentile over prompts.")
-    max_risk: float | None = _setting(
-        None,
-        "Answer from a full prefill if the estimated risk that the answer differs exceeds this (see eval --fit-risk); not with streaming.",
-    )
     max_tokens: int = _setting(128, "Maximum tokens of the answer.")
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")
     temperature: float = _setting(0.0, "Sampling temperature; 0: greedy.")
@@ -221,7 +217,7 @@ class Settings:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "expand", "context", "collection", "order"),
-    "blend": ("mode", "ratio", "selector", "max_risk"),
+    "blend": ("mode", "ratio", "selector"),
     "research": ("ratio_floor", "gradual", "deviation", "check_layer", "block", "probe_layers", "correction"),
     "check": ("kl_mean", "kl_p90"),
     "sampling": (
@@ -252,7 +248,7 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
 
 IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
 """Settings of a question that only an engine with the same ones answers. Its other settings are the engine's own."""
-REMOVED = ("block_size", "weights_cache_gb")
+REMOVED = ("block_size", "weights_cache_gb", "max_risk")
 """Settings of earlier versions."""
 HARMLESS = frozenset(
     grouped("search", "blend", "research", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
@@ -295,7 +291,7 @@ DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
 _METADATA = {field.name: field.metadata for field in fields(Settings)}
 _WORDS = {"ratio": ("auto", "model")}  # words allowed in place of a number
 _EXAMPLES = {
-    "ratio": 0.15, "top_k": 5, "max_risk": 0.1, "seed": 7, "threads": 4, "model": "handbook", "template_var": "enable_thinking=true",
+    "ratio": 0.15, "top_k": 5, "seed": 7, "threads": 4, "model": "handbook", "template_var": "enable_thinking=true",
     "allow_origin": "https://chat.example",
 }  # fmt: skip
 """Values for hints, where the default is none."""

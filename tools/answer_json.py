@@ -14,7 +14,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from cacheblend_cli.types.answer import ChunkUse, Confirmation, FinishReason, Risk, Timing, Verification
+from cacheblend_cli.types.answer import ChunkUse, Confirmation, FinishReason, Timing, Verification
 
 
 class Logprob(TypedDict):
@@ -87,7 +87,6 @@ class Reused(TypedDict):
     prefix_cache_tokens: NotRequired[int]  # leading prompt tokens whose KV the engine still held
     auto: NotRequired[Auto]  # with --ratio auto
     verify: NotRequired[Verification]  # with --verify
-    risk: NotRequired[Risk]  # with --max-risk
     layers: NotRequired[list[Layer]]  # with --explain
 
 
@@ -155,7 +154,7 @@ class Blend(Reused):
     passages: NotRequired[list[Passage]]  # with --find-passages
 
 
-SECTIONS = (Answer, ChunkUse, Timing, Verification, Confirmation, Risk, Logprob, Layer, Auto, Tier, Blend, BlendChunk, BlendTiming, Passage)  # fmt: skip
+SECTIONS = (Answer, ChunkUse, Timing, Verification, Confirmation, Logprob, Layer, Auto, Tier, Blend, BlendChunk, BlendTiming, Passage)  # fmt: skip
 _COMMENT = re.compile(r"^\s+(\w+): [^#]*#\s*(.+)$")
 
 

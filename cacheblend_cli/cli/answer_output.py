@@ -126,12 +126,6 @@ def show_answer(
         output.note(cut)
     t = answer.timing
     show_summary(result, output, seconds, t.process_s - t.ttft_s if t.model_load_s else 0.0)
-    if (risk := answer.risk) and risk.full_prefill_at is None:
-        text = "estimated risk that a full prefill answers differently"
-        output.note(f"{text}: {risk.estimate:.1%} (limit {risk.limit:.1%})")
-    elif risk:
-        text = f"the answer is a full prefill's: its estimated risk exceeded {risk.limit:.1%}"
-        output.note(f"{text}; {risk.seconds * 1000:.0f} ms")
     if check := answer.confirmation:
         same, other = "confirmed: a full prefill gives the same answer", "changed: the answer is a full prefill's"
         of = f"{check.full_ttft_s * 1000:.0f} of them the full prefill"

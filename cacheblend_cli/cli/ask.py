@@ -197,7 +197,6 @@ def ask(
         verify=verify,
         confirm=confirm,
         save=save,
-        stream=not json and batch is None,
         ids=ids,
         explain=explain,
         tokens=explain or html is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,6 @@ def evaluate(
         "--noise-floor/--no-noise-floor",
         help="Also measure a full prefill with another tiling, as a noise floor.",
     ),
-    fit_risk: bool = Option(False, "--fit-risk", help="Fit the risk estimate of ask --max-risk."),
     store: str | None = Option(
         None, help="Keep the chunks in this store, and search it.", show_default="a temporary one"
     ),
@@ -120,8 +119,6 @@ def evaluate(
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
     summaries = _show_results(results, output, json=json, layers=layers)
-    if fit_risk:
-        _fit_risk(engine, results, output)
     if path is not None:
         output.note(f"{results.measured} records written to {path}, {results.resumed} already there")
     if plot is not None:
@@ -147,7 +144,7 @@ def _grid(
     for name in contexts or ():
         check_known("context", name, CONTEXTS)
     return grid(
-        replace(own, mode="blend", ratio=settings.ratio_floor, checks=(), max_risk=None),
+        replace(own, mode="blend", ratio=settings.ratio_floor, checks=()),
         modes=modes or ("blend", "full", "reuse"),
         selectors=selectors or (settings.selector,),
         ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
@@ -172,22 +169,6 @@ def _show_results(results: Results, output: Output, *, json: bool, layers: bool)
     if layers and not json:
         show_layers(summaries, output)
     return summaries
-
-
-def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
-    """Fit and store the risk estimate of `ask --max-risk` for each blended setting with a fixed ratio."""
-    from cacheblend_cli.evaluation.risk import captured, halves, keep_fit, tokens_of
-
-    for setting in [s for s in results.settings if s.reuses and s.prefill is None and not s.auto]:
-        answers = tokens_of(results.by_label[setting.label])
-        fit = keep_fit(engine, setting, answers)
-        part = ""
-        with suppress(UsageError):  # too few answers to split
-            share = captured(halves(answers))
-            part = f"; of these {share:.0%} are among the riskiest fifth, by a fit on the other half"
-        output.note(
-            f"risk of {setting.label}: {fit.differing} of {fit.answers} answers differ{part}; ask takes --max-risk"
-        )
 
 
 def _record_path(out: Path | None, resume: Path | None) -> Path | None:

@@ -208,7 +208,7 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
         "",
         search=SearchParams.of(replace(settings, on_weak_match="answer", top_k=settings.top_k or NUM_HITS)),
     )
-    ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=(), max_risk=None))
+    ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=()))
     try:
         store = open_store(settings, write=False)
     except StoreNotFound as error:

@@ -221,7 +221,7 @@ class Engine(Documents):
         answers, running = list[Answer](), deque[Future[Answer]]()
         try:
             for question in questions:
-                request = self._resolved_request(self._asked(question, about).unstreamed())
+                request = self._resolved_request(self._asked(question, about))
                 while (submitted := self._queue_unless_full(request, wait=not running)) is None:
                     answers.append(running.popleft().result())
                 running.append(submitted)
@@ -288,7 +288,7 @@ class Engine(Documents):
         return self.resolve(self._store, ask)
 
     def _queue(self, ask: AskRequest) -> Future[Answer]:
-        request = self._resolved_request(ask.unstreamed())
+        request = self._resolved_request(ask)
         return self.service.ask(request)
 
 

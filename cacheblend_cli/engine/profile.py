@@ -24,7 +24,7 @@ FORMAT = 2  # increase when the measurement or the blending changes
 OTHER = "default: models check measured"
 BELOW_DEFAULT = 0.5  # share of the limits for ratios below the default
 ERRORS = 2  # standard errors that are added to the mean
-_CHOSEN = ("mode", "ratio", "checks", "seed", "max_risk")  # fields of BlendParams that do not belong to a way to blend
+_CHOSEN = ("mode", "ratio", "checks", "seed")  # fields of BlendParams that do not belong to a way to blend
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,6 @@ def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
     return {
         "kl": found.divergence.kl,
         "top1": found.divergence.top1,
-        "signals": tuple(map(tuple, found.signals.tolist())),
         "k_error": tuple(found.k_error),
         "v_error": tuple(found.v_error),
         "attention_error": tuple(found.attention_error),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution
-from cacheblend_cli.blend.risk import signals_of
 from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Steps
@@ -65,7 +64,6 @@ class Measured:
     k_error: list[float]  # over the chunks' tokens
     v_error: list[float]
     attention_error: list[float]  # of the output, over the rows that predict the answer's tokens
-    signals: Tensor  # of these tokens, see blend/risk.py
 
 
 @torch.no_grad()
@@ -135,7 +133,6 @@ def run_setting(
         k_error=relative_rmse(k, reference.k),
         v_error=relative_rmse(v, reference.v),
         attention_error=relative_rmse(attended.layers, reference.attended),
-        signals=signals_of(logits),
     )
 
 

@@ -42,7 +42,6 @@ class Record:
     rouge_l: float | None = None
     likelihood: float | None = None  # mean log-probability of the first reference's tokens, nats
     tags: dict[str, Any] = field(default_factory=dict)
-    signals: tuple[tuple[float, ...], ...] = ()  # one row per token of kl, see blend/risk.py
 
 
 class RecordFile:

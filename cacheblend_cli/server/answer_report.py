@@ -45,9 +45,7 @@ class AnswerReport:
             "recompute_fraction", "kv_bytes_loaded", "weak_match", "hits_cut",
         )  # fmt: skip
         rest: dict[str, Any] = {
-            name: reported[name]
-            for name in ("prefix_cache_tokens", "verify", "risk", "layers", "auto")
-            if name in reported
+            name: reported[name] for name in ("prefix_cache_tokens", "verify", "layers", "auto") if name in reported
         }
         return {
             **{name: reported[name] for name in names},

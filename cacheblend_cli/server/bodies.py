@@ -75,7 +75,6 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
     gradual: Value | None = None
     probe_layers: Value | None = None
     correction: Value | None = None
-    max_risk: float | None = None
 
     @property
     def given(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from cacheblend_cli.types.answer import (
     LayerReport,
     LayerStatus,
     PlannedChunk,
-    Risk,
     TierUse,
     Timing,
     TokenUse,
@@ -48,7 +47,7 @@ __all__ = [
     "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer",
     "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse", "Claim", "ClaimKind",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
-    "Notes", "Piece", "PlannedChunk", "Risk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
+    "Notes", "Piece", "PlannedChunk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
     "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",
     "overridden", "parse_checks", "parse_layers", "sampling_of",
 ]  # fmt: skip

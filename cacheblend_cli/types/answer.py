@@ -108,18 +108,6 @@ class Confirmation:
 
 
 @dataclass(frozen=True)
-class Risk:
-    """Estimated probability that one of the answer's tokens differs from a full prefill's. If it exceeded the limit,
-    the answer is a full prefill's."""
-
-    estimate: float  # probability, 0 to 1; 0 for a full prefill's answer
-    limit: float  # --max-risk
-    tokens: int = 0  # tokens that were judged
-    full_prefill_at: int | None = None  # 0 if the answer is a full prefill's, else None
-    seconds: float = 0.0  # duration of judging
-
-
-@dataclass(frozen=True)
 class TierUse:
     """Counts of a tier for one prompt."""
 
@@ -167,7 +155,6 @@ class Answer:
     layers: list[LayerReport] = field(default_factory=list)
     auto: AutoReport | None = None  # decision of the loading controller, with --ratio auto
     confirmation: Confirmation | None = None
-    risk: Risk | None = None
     reasoning: str = ""  # text between think tags before the answer
     reasoning_tokens: int = 0
     prefix_cache_tokens: int = 0  # first tokens of the prompt whose KV the engine still held from another prompt
@@ -207,7 +194,7 @@ class Answer:
             out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.auto:
             out["auto"] = self.auto.to_dict()
-        reports = ("tier", self.tier), ("verify", self.verify), ("confirm", self.confirmation), ("risk", self.risk)
+        reports = ("tier", self.tier), ("verify", self.verify), ("confirm", self.confirmation)
         out |= {name: vars(report) for name, report in reports if report}
         for name, found in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if found:

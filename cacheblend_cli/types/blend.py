@@ -39,7 +39,6 @@ class BlendParams:
     checks: tuple[tuple[int, float], ...] = ()  # (layer, ratio), in place of ratio and check_layer (gradual filtering)
     probe_layers: tuple[int, int] | None = None  # first and last layer that `query` observes, None for the middle half
     correction: str = "regression"  # of KV that is not recomputed, see blend/corrections.py, or "none"
-    max_risk: float | None = None  # limit of the risk that the answer differs from a full prefill's (docs/gate.md)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -49,10 +48,6 @@ class BlendParams:
         for _, ratio in self.checks or ((self.check_layer, self.ratio),):
             if not 0 <= ratio <= 1:
                 raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
-        if self.max_risk is not None and not 0 <= self.max_risk <= 1:
-            raise UsageError(
-                f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
-            )
         if not 1 <= self.block < 2**63:
             raise UsageError(
                 f"--block {self.block} is not 1 or more, or too large", "1, the default, chooses single tokens"
@@ -66,8 +61,6 @@ class BlendParams:
         """Return the settings' blending; with --ratio auto, at the lower bound of the ratio; with --ratio model, at the
         ratio for a model without a profile. Raises UsageError."""
         parse_selector(settings.selector)
-        if settings.max_risk is not None and settings.ratio == "auto":
-            raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
         ratios = {"auto": settings.ratio_floor, "model": cls.ratio}
         return of_settings(
             cls,

@@ -80,7 +80,6 @@ class AskOptions:
     save: bool = True  # store the KV of chunks that had to be computed, if the store is open for writing
     priority: int = 0  # lower runs first; among equals, in order of arrival
     deadline_s: float | None = None  # seconds from submission to the end, with finish_reason "deadline"
-    stream: bool = True  # the answer is read while it is generated
     ids: bool = False  # report token ids
     explain: bool = False  # report layers and the prompt's text
     tokens: bool = False  # report each token of the chunks
@@ -131,10 +130,6 @@ class AskRequest:
             options=options,
             **{"salt": settings.salt, "model_sampling": model_sampled(resolved)} | others,
         )
-
-    def unstreamed(self) -> AskRequest:
-        """Return the request with streaming off."""
-        return replace(self, options=replace(self.options, stream=False))
 
     @property
     def wire(self) -> dict[str, Any]:

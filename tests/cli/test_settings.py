@@ -135,6 +135,7 @@ def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.M
         ("model = 5", 'for example model = "handbook"'),
         ("template_var = 1", 'for example template_var = ["enable_thinking=true"]'),
         ("[section]\nratio = 0.1", "settings have no sections: remove the line [section]"),
+        ("max-risk = 0.1", "this setting was removed, and has no effect any more: remove the line"),
     ],
 )
 def test_a_hint_about_a_file_shows_a_right_line(here: Path, text: str, hint: str) -> None:

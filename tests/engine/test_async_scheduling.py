@@ -225,6 +225,22 @@ def test_where_the_host_decides_the_next_token_it_is_known_first(
     assert not order.ahead
 
 
+def test_an_answer_to_confirm_is_decoded_ahead(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = replace(stored.question(max_tokens=6), blend=BlendParams(mode="reuse"))
+
+    def confirmed() -> list[object]:
+        driver = CoreDriver(stored, LAZY)
+        listener, _ = driver.arrive(question, confirm=True)
+        driver.run()
+        [answer] = listener.done().answers
+        assert answer.confirmation is not None
+        return [*facts(listener), answer.confirmation.blended_answer, answer.confirmation.first_difference]
+
+    plain, order = confirmed(), Order(monkeypatch)
+    assert confirmed() == plain
+    assert len(order.ahead) >= 4, "the draft's steps after the first"
+
+
 def test_a_failed_step_comes_after_its_tokens(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that the failing step computes was drawn before it, and is still shown."""
     [ids] = CoreDriver(stored, LAZY).ask(stored.question(max_tokens=20, logprobs=0))

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from engine_driver import SAMPLING, CoreDriver, StoredEngine, ids_of, open_stored_engine
 
-from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams
@@ -153,28 +152,22 @@ def test_first_again_alone_and_together_are_the_same_to_the_bit(stored: StoredEn
     assert {a.prefix_cache_tokens for a in again} == {0, 256}
 
 
-def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(stored: StoredEngine) -> None:
-    """A full prefill that goes on before the first token does not hide how far the blended KV was."""
+def test_a_verified_answer_that_is_replaced_is_of_its_blended_kv(stored: StoredEngine) -> None:
+    """Replacing the answer does not hide how far the blended KV was."""
     question = replace(stored.question(), blend=BlendParams(mode="reuse"))
-    RiskFile.of(stored.engine.runtime.collection(), ["sink"], question.blend).write(
-        RiskFit((0.0,) * SIGNALS, 0.0, 9, 9, 9)
-    )
-    gated = replace(question, blend=replace(question.blend, max_risk=0.0))
-    whole = AskOptions(verify=True, stream=False)
+    full = stored.engine.run_alone(stored.store, replace(question, blend=FULL))
     plain = stored.engine.run_alone(stored.store, question, AskOptions(verify=True)).verify
-    for answer in (
-        stored.engine.run_alone(stored.store, gated, whole),
-        verified(CoreDriver(stored, ROOMY), gated),
-    ):
-        assert answer.risk is not None
-        assert answer.risk.full_prefill_at == 0
+    alone = stored.engine.run_alone(stored.store, question, AskOptions(verify=True, confirm=True))
+    for answer in (alone, verified(CoreDriver(stored, ROOMY), question, confirm=True)):
+        assert answer.generated_ids == full.generated_ids
+        assert answer.confirmation is not None
         assert answer.verify is not None
         assert plain is not None
         assert answer.verify.kl == plain.kl > 1e-4
 
 
-def verified(driver: CoreDriver, question: AskRequest) -> Answer:
-    listener, _ = driver.arrive(question, verify=True, stream=False)
+def verified(driver: CoreDriver, question: AskRequest, *, confirm: bool = False) -> Answer:
+    listener, _ = driver.arrive(question, verify=True, confirm=confirm)
     driver.run()
     return listener.done().answers[0]
 

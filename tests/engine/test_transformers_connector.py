@@ -67,7 +67,7 @@ def test_what_compares_our_own_answer_is_refused(tmp_path: Path) -> None:
     MODELS[0].write(tmp_path)
     engine, _ = load(tmp_path)
     with engine:
-        for wrong in ({"verify": True}, {"max_risk": 0.1}):
+        for wrong in ({"verify": True}, {"confirm": True}):
             with pytest.raises(UsageError):
                 engine.prefill(QUESTION, documents=TEXTS, **wrong)
         assert engine.ask(QUESTION, max_tokens=2).text is not None

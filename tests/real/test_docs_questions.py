@@ -24,7 +24,7 @@ QUESTIONS = {
     "Which selector chooses the tokens whose KV changed most?": "hkvd",
     "Which command makes the bytes of deleted chunks free in the file?": "compact",
     "Which command compares full prefill, plain reuse and blending on pages about invented products?": "demo",
-    "Which flag of ask limits the estimated risk that the answer differs from a full prefill's?": "--max-risk",
+    "Which variable moves the folder of the store?": "cacheblend_store",
     "Which option of ask writes a web page?": "--html",
 }
 """Question: text that a right answer contains, in lower case."""

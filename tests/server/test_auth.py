@@ -106,7 +106,6 @@ def test_tenants_do_not_go_before_others(start: Any) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"blend": {"ratio": 2}}, "blend.ratio"),
         ({"blend": {"block": 0}}, "blend.block"),
-        ({"blend": {"max_risk": 0.1, "ratio": "auto"}}, "blend.max_risk"),
         ({"blend": {"gradual": "x"}}, "blend.gradual"),
         ({"blend": {"probe_layers": "9-99"}, "documents": PAGE}, "blend.probe_layers"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,8 @@ import pytest
 from answer_schema import problems
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit
-from cacheblend_cli.client import Client
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.types import PLAIN, AskRequest, BlendParams, SamplingParams, TextDocument
+from cacheblend_cli.types import PLAIN, AskRequest, SamplingParams
 
 PAGES = [
     {"id": "a", "title": "Billing", "text": "the lead of billing is Mara and she works in Bergen"},
@@ -75,28 +71,6 @@ def test_a_stream_says_the_same(server: Any) -> None:
         assert own[0]["delta"] == {"role": "assistant", "content": ""}
     [blend] = [part["blend"] for part in parts if "blend" in part]
     assert len(blend["chunks"]) == 2
-
-
-def test_the_risk_of_an_answer_is_judged_whole_and_a_stream_is_refused(server: Any, engine: Engine) -> None:
-    blend = BlendParams.of(replace(server.state.settings, mode="reuse"))
-    fit = RiskFit((0.0,) * SIGNALS, math.log(0.1 / 0.9), 100, 10, 5)  # a tenth for every token: the third passes .25
-    RiskFile.of(engine.runtime.collection(), ["document"], blend).write(fit)
-    server.ask(documents=PAGES)  # from here on they are stored
-    given = {"mode": "reuse", "max_risk": 0.25}
-    full = server.ask(documents=PAGES, blend={"mode": "full"}).json()
-    whole = server.ask(documents=PAGES, blend=given).json()
-    assert whole["choices"][0]["message"] == full["choices"][0]["message"]
-    refused = server.ask(documents=PAGES, blend=given, stream=True)
-    assert refused.status_code == 400
-    assert "max_risk" in refused.json()["error"]["message"]
-    client = Client.connect(**{**vars(server.state.settings), "mode": "reuse", "max_risk": 0.25})
-    asked = replace(client.request("who works in Bergen?"), documents=[TextDocument(**page) for page in PAGES])
-    client.ask(asked)  # these are other chunks: no tenant's
-    answer = client.ask(asked)
-    assert answer.risk is not None
-    assert whole["blend"]["risk"]["full_prefill_at"] == answer.risk.full_prefill_at == 0
-    with pytest.raises(CacheBlendError, match="complete answers"):
-        list(client.stream(asked))
 
 
 def test_turns_follow_the_documents(server: Any) -> None:

@@ -140,7 +140,6 @@ def can_decode_remotely(engine: Engine, request: Request) -> bool:
     sampling = request.sampling
     return (
         not (request.options.verify or request.options.confirm)
-        and request.blend.max_risk is None
         and not sampling.has_form
         and sampling.logprobs is None
         and sampling.prompt_logprobs is None
@@ -171,5 +170,5 @@ def salt_of(request: Request) -> str:
     parts: list[object] = [request.collection.id, request.collection.salt]
     if request.plan.inexact_tokens:
         chunks = [(s.key, s.status, s.codec) for s in request.plan.chunks]
-        parts += [replace(request.blend, max_risk=None), chunks, request.suffix_ids]
+        parts += [request.blend, chunks, request.suffix_ids]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -147,9 +147,8 @@ class RequestState:
 
     @property
     def streams(self) -> bool:
-        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are chosen at the end, or
-        the answer may be replaced."""
-        return self.num_answers <= self.request.sampling.n and not any(hook.may_replace for hook in self.hooks)
+        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are chosen at the end."""
+        return self.num_answers <= self.request.sampling.n
 
     @property
     def outputs_from(self) -> int | None:

@@ -1,5 +1,4 @@
-"""Full prefill for `--verify` (compares an answer), `--confirm` (replaces it) and `--max-risk` (replaces it if it is
-too risky).
+"""Full prefill for `--verify` (compares an answer) and `--confirm` (replaces it).
 
 Once the answer is complete, one full prefill of the prompt and the answer's tokens gives the distribution at each of
 them. That prefill is a further request, scheduled in slices like any other.
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution
-from cacheblend_cli.blend.risk import RiskFile, RiskFit, signals_of
 from cacheblend_cli.engine.core.hooks import Begun, Further, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
@@ -25,94 +23,61 @@ from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.device_time import DeviceTime
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.export import KVReader
-from cacheblend_cli.types import Answer, Confirmation, Risk, Verification
+from cacheblend_cli.types import Answer, Confirmation, Verification
 
 COMPARED_BYTES = 256 * 2**20
 """Maximum logits of an answer that --verify keeps in host memory: 450 tokens with a vocabulary of 150,000."""
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
-    """Return the request with its checks, and with a seed if it samples at random, so that its tokens can be drawn
-    again. Raises UsageError if the risk was never fitted."""
-    sampling = request.sampling
-    draws_again = request.options.confirm or request.blend.max_risk is not None
-    if draws_again and sampling.temperature != 0 and sampling.seed is None:
+    """Return the request with its checks. A request to confirm that samples at random gets a seed, so that its tokens
+    can be drawn again."""
+    options, sampling = request.options, request.sampling
+    if not (options.verify or options.confirm):
+        return request, None
+    if options.confirm and sampling.temperature != 0 and sampling.seed is None:
         request = replace(request, sampling=replace(sampling, seed=secrets.randbits(32)))
-    fit = _fit_of(request)
-    checked = fit is not None or request.options.verify or request.options.confirm
-    return request, Checks(runtime, request, fit) if checked else None
-
-
-def _fit_of(request: Request) -> RiskFit | None:
-    """Return the risk fit for the request, None without a limit or inexact KV. Raises UsageError."""
-    if request.blend.max_risk is None or not request.plan.inexact_tokens:
-        return None
-    if max(request.sampling.n, request.sampling.best_of) > 1:
-        raise UsageError("max_risk applies to one answer", "ask for one answer, or omit max_risk")
-    pairs = zip(request.plan.chunks, request.chunks, strict=True)
-    contexts = {c.manifest.context for segment, c in pairs if segment.status == "blended" and c.manifest is not None}
-    fit = RiskFile.of(request.collection, list(contexts), request.blend).read()
-    if fit is None:
-        raise UsageError(
-            "--max-risk needs a fit for this model, the context of these chunks and these blend settings",
-            "fit it on questions with contexts: cacheblend eval QUESTIONS.jsonl --fit-risk, with the same settings",
-        )
-    return fit
+    return request, Checks(runtime, request)
 
 
 class Checks(Hook):
     """Checks of an answer: records data while it is generated, runs the full prefill, and reports the results."""
 
-    def __init__(self, runtime: Runtime, request: Request, fit: RiskFit | None) -> None:
-        self._runtime, self._fit, self.limit = runtime, fit, request.blend.max_risk or 0.0
+    def __init__(self, runtime: Runtime, request: Request) -> None:
+        self._runtime = runtime
         self.verify, self.confirm = request.options.verify, request.options.confirm
-        self.may_replace, self.decodes_here = fit is not None, self.verify
+        self.decodes_here = self.verify
         self._report: PrefillReport | None = None
         self.top1 = list[Tensor]()  # most likely token at each position of the answer, [] int64
         self.logits = list[Tensor]()  # at the first positions, fp32 [vocab_size] on the host
-        self._signals = list[Tensor]()  # of each token, see blend/risk.py
         self.verification: Verification | None = None
         self.confirmation: Confirmation | None = None
-        self.risk: Risk | None = None
 
     def on_prefill(self, report: PrefillReport, export: Callable[[], KVReader]) -> None:
         self._report = report
 
     def on_logits(self, index: int) -> Callable[[Tensor], None] | None:
-        return self._see if index == 0 else None
+        return self._see if self.verify and index == 0 else None
 
     def _see(self, logits: Tensor) -> None:
-        if self._fit is not None:
-            self._signals.append(signals_of(logits[None]))
-        if self.verify:
-            self.top1.append(logits.argmax(-1))
-            if (len(self.logits) + 1) * logits.nbytes <= COMPARED_BYTES:
-                self.logits.append(logits.to("cpu", copy=True))
+        self.top1.append(logits.argmax(-1))
+        if (len(self.logits) + 1) * logits.nbytes <= COMPARED_BYTES:
+            self.logits.append(logits.to("cpu", copy=True))
 
     def on_complete(self, outputs: Sequence[SequenceOutput]) -> Further | None:
         assert self._report is not None
         draft, plan = outputs[0], self._report.plan
-        is_risky, reuses = self._is_risky(), bool(plan.cached_tokens or self._report.prefix_cache_tokens)
+        reuses = bool(plan.cached_tokens or self._report.prefix_cache_tokens)
         if self.confirm and not reuses:  # it is a full prefill's
             self.confirmation = Confirmation(True, None, draft.out.text, 0.0, 0.0)
-        replaces = is_risky or (self.confirm and reuses)
+        replaces = self.confirm and reuses
         if not (self.verify or replaces):
             return None
         return FullCheck(self._runtime, self, self._report.request, draft, replaces=replaces).further()
 
-    def _is_risky(self) -> bool:
-        if self._fit is None or self._report is None:
-            return False
-        self.risk = Risk(0.0, self.limit)
-        if self._report.plan.inexact_tokens:
-            of_tokens = self._fit.of_tokens(torch.cat(self._signals))
-            self.risk = Risk(float(1 - (1 - of_tokens).prod()), self.limit, len(of_tokens))
-        return self.risk.estimate > self.limit
-
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
-        answer.verify, answer.confirmation, answer.risk = self.verification, self.confirmation, self.risk
+        answer.verify, answer.confirmation = self.verification, self.confirmation
 
 
 class FullCheck(Hook):
@@ -177,10 +142,7 @@ class FullCheck(Hook):
         answer.first_token_at, answer.decode_s = draft.first_token_at, draft.decode_s  # what the user waited for
         self._answer.out = answer
         seconds = time.perf_counter() - self._since
-        if checks.confirm:
-            checks.confirmation = Confirmation(same, first_difference, draft.text, self._prompt_time.seconds, seconds)
-        if checks.risk is not None:
-            checks.risk = Risk(0.0, checks.limit, full_prefill_at=0, seconds=seconds)
+        checks.confirmation = Confirmation(same, first_difference, draft.text, self._prompt_time.seconds, seconds)
 
     def _verification(self) -> Verification:
         ours = [int(token) for token in self._checks.top1[: len(self._top1)]]

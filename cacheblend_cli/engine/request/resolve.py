@@ -46,11 +46,6 @@ def resolve(
     Raises NotFoundError for a missing or damaged record and for a search without results; UsageError for an empty
     question, settings that the model lacks, and named chunks without a store; PromptTooLong, StoreErrors.
     """
-    if ask.blend.max_risk is not None and ask.options.stream:
-        raise UsageError(
-            "max_risk judges complete answers, so the answer cannot be streamed",
-            "ask with --json or --batch, by Engine.ask or without stream; or use --confirm, which streams a draft",
-        )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
     ask = prompts.dated(store, replace(ask, sampling=sampling))
     texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
