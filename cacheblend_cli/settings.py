@@ -143,6 +143,11 @@ class Settings:
         "If nothing stored matches the question well: answer, with a warning, or refuse (exit code 3).",
         choices=("answer", "refuse"),
     )
+    on_unsupported: str = _setting(
+        "answer",
+        "If figures, names or quotations of the answer are not in its sources: answer, confirm (as --confirm does), or refuse (exit code 3).",
+        choices=("answer", "confirm", "refuse"),
+    )
     expand: int = _setting(0, "Also take this many chunks before and after each hit.", least=0, most=10_000)
     order: str = _setting(
         "exact", "Order of found documents: rank (best first) or exact (least repair).", choices=("rank", "exact")
@@ -216,7 +221,7 @@ class Settings:
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "expand", "context", "collection", "order"),
+    "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "on_unsupported", "expand", "context", "collection", "order"),
     "blend": ("mode", "ratio", "selector"),
     "research": ("ratio_floor", "gradual", "deviation", "check_layer", "block", "probe_layers", "correction"),
     "check": ("kl_mean", "kl_p90"),

@@ -81,13 +81,13 @@ def study_sets() -> dict[str, StudySet]:
     """Return every set by name, in the order in which they are measured."""
     real = {
         "musique": StudySet(lambda data: musique(data, 4), wide_settings, 12),
-        "needles-2k": StudySet(lambda data: needles(_filler(data), 4), leading_settings, 8),
+        "needles-2k": StudySet(lambda data: needles(filler(data), 4), leading_settings, 8),
         "pages": StudySet(_all_pages, lambda: leading_settings("document"), 8, context="document"),
-        "tracking-2k": StudySet(lambda data: tracking(_filler(data), 4), leading_settings, 6),
-        "needles-7k": StudySet(lambda data: needles(_filler(data), 13), leading_settings, 3),
+        "tracking-2k": StudySet(lambda data: tracking(filler(data), 4), leading_settings, 6),
+        "needles-7k": StudySet(lambda data: needles(filler(data), 13), leading_settings, 3),
         "musique-10": StudySet(lambda data: list(_musique(data)), leading_settings, 7),
         "rag": StudySet(_rag, leading_settings, 2),
-        "tracking-7k": StudySet(lambda data: tracking(_filler(data), 13), leading_settings, 1),
+        "tracking-7k": StudySet(lambda data: tracking(filler(data), 13), leading_settings, 1),
     }
     answers = {
         "office": StudySet(lambda _: office(), answer_settings, 36, halves=False, needs_data=False, **ANSWERED),
@@ -165,7 +165,7 @@ def layouts(seed: int = 0) -> dict[str, list[Sample]]:
 
 
 @cache
-def _filler(data: Path) -> tuple[str, ...]:
+def filler(data: Path) -> tuple[str, ...]:
     """Sentences of all passages, without very short and very long ones."""
     texts = dict.fromkeys(context.text for sample in _musique(data) for context in sample.contexts)
     found = (s.strip() for text in texts for s in re.split(r"(?<=[.?!]) ", text))

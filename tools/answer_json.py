@@ -14,7 +14,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from cacheblend_cli.types.answer import ChunkUse, Confirmation, FinishReason, Timing, Verification
+from cacheblend_cli.types.answer import ChunkUse, Claim, Confirmation, FinishReason, Timing, Verification
 
 
 class Logprob(TypedDict):
@@ -82,11 +82,13 @@ class Reused(TypedDict):
     recompute_fraction: float  # work done on the reusable tokens, as a share of computing all of them, 0 to 1
     kv_bytes_loaded: int  # bytes of stored KV that were read
     weak_match: bool  # even the best chunk found matches the question weakly
+    claims: list[Claim]  # figures, names and quotations of the answer, looked up in the texts of the prompt
     hits_cut: int  # hits left out because they match far less well than the best one
     notes: list[str]  # messages for people; their wording may change
     prefix_cache_tokens: NotRequired[int]  # leading prompt tokens whose KV the engine still held
     auto: NotRequired[Auto]  # with --ratio auto
     verify: NotRequired[Verification]  # with --verify
+    confirm: NotRequired[Confirmation]  # with --confirm, or --on-unsupported confirm if it was needed
     layers: NotRequired[list[Layer]]  # with --explain
 
 
@@ -104,7 +106,6 @@ class Answer(Reused):
     reasoning: NotRequired[str]  # text of the reasoning before the answer
     reasoning_tokens: NotRequired[int]  # tokens of the reasoning
     tier: NotRequired[Tier]  # with --tier, if the store lacked KV
-    confirm: NotRequired[Confirmation]  # with --confirm
     logprobs: NotRequired[list[Logprob]]  # with --logprobs: tokens of the answer
     prompt_logprobs: NotRequired[list[Logprob]]  # tokens of the prompt from the second on, if requested
     prompt_ids: NotRequired[list[int]]  # with --ids: token ids of the prompt
@@ -154,7 +155,7 @@ class Blend(Reused):
     passages: NotRequired[list[Passage]]  # with --find-passages
 
 
-SECTIONS = (Answer, ChunkUse, Timing, Verification, Confirmation, Logprob, Layer, Auto, Tier, Blend, BlendChunk, BlendTiming, Passage)  # fmt: skip
+SECTIONS = (Answer, ChunkUse, Claim, Timing, Verification, Confirmation, Logprob, Layer, Auto, Tier, Blend, BlendChunk, BlendTiming, Passage)  # fmt: skip
 _COMMENT = re.compile(r"^\s+(\w+): [^#]*#\s*(.+)$")
 
 

@@ -12,7 +12,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
 from cacheblend_cli.errors import ExitCode
-from cacheblend_cli.types import CompletedAnswer, Notes, Piece
+from cacheblend_cli.types import CompletedAnswer, Notes, Piece, unsupported_line
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -124,6 +124,8 @@ def show_answer(
             output.note(line)
     if cut := cut_note(answer):
         output.note(cut)
+    if line := unsupported_line(answer.claims):
+        output.warn(line)
     t = answer.timing
     show_summary(result, output, seconds, t.process_s - t.ttft_s if t.model_load_s else 0.0)
     if check := answer.confirmation:

@@ -158,7 +158,8 @@ def ask(
     confirm: bool = Option(
         False,
         "--confirm",
-        help="Stream a draft, then replace it by the full prefill's answer if they differ (exit code 6).",
+        help="Stream a draft, then replace it by the full prefill's answer if they differ (exit code 6). --confirm marked: only if "
+        "something in the draft is not in the sources.",
     ),
     explain: bool = Option(False, "--explain", help="Show what was reused and recomputed: chunks, layers, tokens."),
     html: Path | None = Option(None, help="Write the answer and its sources as a web page."),
@@ -214,7 +215,7 @@ def ask(
         elif dry_run:
             show_plan(session.plan(questions[0]), output, json=json, extra={})
         else:
-            view.ask(session, questions[0], draft=confirm)
+            view.ask(session, questions[0], draft=confirm or settings.on_unsupported == "confirm")
     if view.exit_code:
         raise typer.Exit(view.exit_code)
 

@@ -10,7 +10,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import GROUPS, IDENTITY, Settings, grouped
 
 _COMMON = (
-    "top_k", "search", "min_score", "on_weak_match", "mode", "ratio", "max_tokens", "reasoning_tokens", "temperature", "top_p",
+    "top_k", "search", "min_score", "on_weak_match", "on_unsupported", "mode", "ratio", "max_tokens", "reasoning_tokens", "temperature", "top_p",
     *IDENTITY, "salt", "store",
 )  # fmt: skip
 ASK = ("top_k", "collection", "expand", *_COMMON, "selector", "seed")

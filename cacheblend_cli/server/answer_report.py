@@ -45,12 +45,15 @@ class AnswerReport:
             "recompute_fraction", "kv_bytes_loaded", "weak_match", "hits_cut",
         )  # fmt: skip
         rest: dict[str, Any] = {
-            name: reported[name] for name in ("prefix_cache_tokens", "verify", "layers", "auto") if name in reported
+            name: reported[name]
+            for name in ("prefix_cache_tokens", "verify", "confirm", "layers", "auto")
+            if name in reported
         }
         return {
             **{name: reported[name] for name in names},
             "notes": [self.public(note) for note in reported["notes"]],
             "chunks": chunks,
+            "claims": reported["claims"],
             "timing": timing,
             "ended": done.ended,
             **({} if self.passages is None else {"passages": [vars(passage) for passage in self.passages]}),

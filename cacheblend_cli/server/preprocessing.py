@@ -149,7 +149,7 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
         prompt=prompt,
         raw=parsed.raw,
         model_sampling=(),
-        options=AskOptions(verify=body.verify, priority=body.priority, deadline_s=body.timeout_s),
+        options=AskOptions(drafts=False, verify=body.verify, priority=body.priority, deadline_s=body.timeout_s),
     )
 
 

@@ -16,6 +16,7 @@ from cacheblend_cli.types.answer import (
     Timing,
     TokenUse,
     Verification,
+    unsupported_line,
 )  # fmt: skip
 from cacheblend_cli.types.auto import AutoReport, Decision, Estimate, Speeds, Workload
 from cacheblend_cli.types.blend import BlendParams, parse_checks, parse_layers
@@ -49,5 +50,5 @@ __all__ = [
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
     "Notes", "Piece", "PlannedChunk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
     "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",
-    "overridden", "parse_checks", "parse_layers", "sampling_of",
+    "overridden", "parse_checks", "parse_layers", "sampling_of", "unsupported_line",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
@@ -59,13 +60,19 @@ ClaimKind = Literal["number", "date", "time", "code", "address", "quote", "name"
 class Claim:
     """A part of an answer that was looked up in the texts of its prompt."""
 
-    text: str
-    start: int  # in the answer's text, in code points
-    end: int
-    kind: ClaimKind
+    text: str  # part of the answer
+    start: int  # its place in the answer's text, in code points
+    end: int  # end of it
+    kind: ClaimKind  # number (with its unit), date, time, code, address, quote or name
     found: bool  # a text of the prompt has it: a chunk, the question or an earlier turn
     chunk: int | None = None  # index of the first chunk of `chunks` that has it, None if no chunk has it
     place: str = ""  # page, slide or lines in the chunk's source; "" if unknown
+
+
+def unsupported_line(claims: Iterable[Claim]) -> str:
+    """Return a line with the claims that are not in the sources, "" if all are."""
+    texts = dict.fromkeys(f'"{c.text}"' if c.kind in ("name", "quote") else c.text for c in claims if not c.found)
+    return f"not in the sources: {', '.join(texts)}" if texts else ""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ class AskOptions:
 
     verify: bool = False  # compare with a full prefill
     confirm: bool = False  # the answer is a full prefill's, after the blended one was streamed
+    on_unsupported: str = "answer"  # or "confirm", "refuse" (raises NotFoundError), if a claim is not in the sources
+    drafts: bool = True  # a draft may be streamed before it is confirmed
     auto: bool = False  # the loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill
     own_ratio: bool = False  # the model's profile chooses ratio and correction, see engine/profile.py
     save: bool = True  # store the KV of chunks that had to be computed, if the store is open for writing
@@ -112,8 +114,9 @@ class AskRequest:
     cite_first: Scope | None = None  # documents to cite first if several have a chunk, None for the current project's
 
     def __post_init__(self) -> None:
-        if self.options.confirm and max(self.sampling.n, self.sampling.best_of) > 1:
-            raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
+        confirms = self.options.confirm or self.options.on_unsupported == "confirm"
+        if confirms and max(self.sampling.n, self.sampling.best_of) > 1:
+            raise UsageError("only one answer can be confirmed", "ask for one answer, or without confirming")
 
     @classmethod
     def of(cls, resolved: Resolved, question: str, sampling: SamplingParams | None = None, **others: Any) -> AskRequest:
@@ -121,7 +124,10 @@ class AskRequest:
         UsageError."""
         settings = resolved.settings
         options = replace(
-            others.pop("options", AskOptions()), auto=settings.ratio == "auto", own_ratio=settings.ratio == "model"
+            others.pop("options", AskOptions()),
+            on_unsupported=settings.on_unsupported,
+            auto=settings.ratio == "auto",
+            own_ratio=settings.ratio == "model",
         )
         return cls(
             question,

@@ -21,11 +21,12 @@ class Hook:
     """Work of a feature for one request. Each method does nothing by default; an error ends only this request.
 
     outputs_from: first position of the prompt whose logits it takes. is_alone: the prompt shares no launch, because it
-    is timed or observed. decodes_here: tokens are drawn only from this engine's logits.
+    is timed or observed. holds_back: the text is emitted once it is complete, unless `on_answer` raises. decodes_here:
+    tokens are drawn only from this engine's logits.
     """
 
     outputs_from: int | None = None
-    is_alone = decodes_here = False
+    is_alone = holds_back = decodes_here = False
 
     def on_begin(self) -> None:
         """Called when the prompt begins to be computed, possibly again."""

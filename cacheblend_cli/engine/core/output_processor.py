@@ -329,19 +329,20 @@ class OutputProcessor:
         made = [s.output.out for s in state.sequences if s.output is not None]
         if len(made) > state.request.sampling.n:
             made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
+        if not state.streams and state.request.sampling.logprobs is None:  # they were kept to choose the likeliest
+            for generation in made:
+                generation.logprobs = []
+        answers = [answer_of(self._runtime, state.done, generation) for generation in made]
+        for generation, answer in zip(made, answers, strict=True):
+            for hook in state.hooks:
+                hook.on_answer(state.done, generation.index, answer)
         if not state.streams:
             for index, generation in enumerate(made):
-                if state.request.sampling.logprobs is None:
-                    generation.logprobs = []
                 for logprob in generation.logprobs:
                     self._emit(state, Token(logprob, index))
                 for event in (Reasoning(generation.reasoning, index), Text(generation.text, index)):
                     if event.text:
                         self._emit(state, event)
-        answers = [answer_of(self._runtime, state.done, generation) for generation in made]
-        for generation, answer in zip(made, answers, strict=True):
-            for hook in state.hooks:
-                hook.on_answer(state.done, generation.index, answer)
         return answers
 
     def _fail(self, state: RequestState, error: Exception) -> None:

@@ -147,8 +147,9 @@ class RequestState:
 
     @property
     def streams(self) -> bool:
-        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are chosen at the end."""
-        return self.num_answers <= self.request.sampling.n
+        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are chosen at the end, or a
+        hook judges the answer."""
+        return self.num_answers <= self.request.sampling.n and not any(hook.holds_back for hook in self.hooks)
 
     @property
     def outputs_from(self) -> int | None:

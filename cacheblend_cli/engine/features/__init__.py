@@ -3,6 +3,7 @@
 from cacheblend_cli.engine.features import (
     attention_shares,
     auto_ratio,
+    claims,
     full_check,
     hand_over,
     missing_chunks,
@@ -14,6 +15,7 @@ FEATURES = (
     full_check.admit,
     prompt_logprobs.admit,
     attention_shares.admit,
+    claims.admit,
     missing_chunks.admit,
     hand_over.admit,
 )

@@ -1,4 +1,5 @@
-"""Full prefill for `--verify` (compares an answer) and `--confirm` (replaces it).
+"""Full prefill for `--verify` (compares an answer), `--confirm` (replaces it) and `--on-unsupported confirm` (replaces
+it if a claim is not in the sources).
 
 Once the answer is complete, one full prefill of the prompt and the answer's tokens gives the distribution at each of
 them. That prefill is a further request, scheduled in slices like any other.
@@ -19,12 +20,13 @@ from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distributi
 from cacheblend_cli.engine.core.hooks import Begun, Further, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.features.claims import claims_of
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.device_time import DeviceTime
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.export import KVReader
-from cacheblend_cli.types import Answer, Confirmation, Verification
+from cacheblend_cli.types import Answer, Confirmation, Verification, unsupported_line
 
 COMPARED_BYTES = 256 * 2**20
 """Maximum logits of an answer that --verify keeps in host memory: 450 tokens with a vocabulary of 150,000."""
@@ -34,9 +36,10 @@ def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
     """Return the request with its checks. A request to confirm that samples at random gets a seed, so that its tokens
     can be drawn again."""
     options, sampling = request.options, request.sampling
-    if not (options.verify or options.confirm):
+    confirms = options.confirm or options.on_unsupported == "confirm"
+    if not (options.verify or confirms):
         return request, None
-    if options.confirm and sampling.temperature != 0 and sampling.seed is None:
+    if confirms and sampling.temperature != 0 and sampling.seed is None:
         request = replace(request, sampling=replace(sampling, seed=secrets.randbits(32)))
     return request, Checks(runtime, request)
 
@@ -47,6 +50,8 @@ class Checks(Hook):
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self._runtime = runtime
         self.verify, self.confirm = request.options.verify, request.options.confirm
+        self._confirms_marked = request.options.on_unsupported == "confirm"
+        self.holds_back = self._confirms_marked and not request.options.drafts
         self.decodes_here = self.verify
         self._report: PrefillReport | None = None
         self.top1 = list[Tensor]()  # most likely token at each position of the answer, [] int64
@@ -67,14 +72,16 @@ class Checks(Hook):
 
     def on_complete(self, outputs: Sequence[SequenceOutput]) -> Further | None:
         assert self._report is not None
-        draft, plan = outputs[0], self._report.plan
+        draft, plan, request = outputs[0], self._report.plan, self._report.request
+        if self._confirms_marked and unsupported_line(claims_of(self._runtime, request, draft.out.text)):
+            self.confirm = True
         reuses = bool(plan.cached_tokens or self._report.prefix_cache_tokens)
         if self.confirm and not reuses:  # it is a full prefill's
             self.confirmation = Confirmation(True, None, draft.out.text, 0.0, 0.0)
         replaces = self.confirm and reuses
         if not (self.verify or replaces):
             return None
-        return FullCheck(self._runtime, self, self._report.request, draft, replaces=replaces).further()
+        return FullCheck(self._runtime, self, request, draft, replaces=replaces).further()
 
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
         answer.verify, answer.confirmation = self.verification, self.confirmation

@@ -116,9 +116,9 @@ class Request:
     def handed_to(self, connector: Connector) -> Request:
         """Return the request with decoding left to another engine. Raises UsageError if it compares this engine's
         answer."""
-        if self.options.verify or self.options.confirm:
+        if self.options.verify or self.options.confirm or self.options.on_unsupported != "answer":
             raise UsageError(
-                "verify and confirm need an answer decoded here, and another engine decodes this one",
+                "verify, confirm and on_unsupported need an answer decoded here, and another engine decodes this one",
                 "omit them, or let this engine decode",
             )
         return replace(self, connector=connector, sampling=replace(self.sampling, n=1, best_of=0))

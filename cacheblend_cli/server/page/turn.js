@@ -10,9 +10,11 @@ export function showTurn(turn, actions) {
   article.append(el("p", { className: "question" }, el("span", { className: "hidden" }, "You: "), turn.question));
   const answer = el("div", { className: "answer" }, el("h2", { className: "hidden" }, "Answer"));
   if (turn.reasoning) answer.append(el("details", {}, el("summary", {}, "Reasoning"), el("p", { className: "quiet said" }, turn.reasoning)));
-  answer.append(el("p", { className: "said" }, turn.answer));
+  answer.append(said(turn));
   if (turn.stopped) answer.append(el("p", { className: "quiet small" }, "Stopped."));
   if (turn.error) answer.append(failure(turn.error, actions));
+  const missing = turn.blend?.claims?.filter((claim) => !claim.found) ?? [];
+  if (missing.length) answer.append(el("p", { className: "quiet small note" }, `Not in the sources: ${[...new Set(missing.map(({ text }) => text))].join(", ")}`));
   for (const note of turn.blend?.notes ?? []) answer.append(el("p", { className: "quiet small note" }, note));
   if (turn.blend?.chunks.length) answer.append(footnotes(turn.blend));
   answer.append(tools(turn, actions));
@@ -32,6 +34,32 @@ export function showRunning(question) {
   return { article, add: (text) => said.append(text), think: (text) => reasoning.append(text) };
 }
 
+/** The answer's text. What was found in a source opens it, what is in none is underlined. */
+function said(turn) {
+  const letters = Array.from(turn.answer); // claims count code points
+  const { chunks, claims } = turn.blend ?? { chunks: [], claims: [] };
+  const sources = byRank(chunks);
+  const text = el("p", { className: "said" });
+  let at = 0;
+  for (const claim of claims ?? []) {
+    if (letters.slice(claim.start, claim.end).join("") !== claim.text) continue; // the answer was changed since
+    text.append(letters.slice(at, claim.start).join(""), shownClaim(claim, sources, sources.indexOf(chunks[claim.chunk])));
+    at = claim.end;
+  }
+  text.append(letters.slice(at).join(""));
+  return text;
+}
+
+function shownClaim(claim, sources, index) {
+  if (!claim.found) return el("span", { className: "claim missing", title: "not in the sources" }, claim.text);
+  if (index < 0) return claim.text; // the question says it
+  const place = [titleOf(sources[index]), claim.place].filter(Boolean).join(", ");
+  return button(claim.text, () => openPassage(sources, index), { className: "claim", "aria-haspopup": "dialog", title: place });
+}
+
+/** Chunks, best first as in the terminal: found ones by rank, then others in the prompt's order. */
+const byRank = (chunks) => chunks.toSorted((a, b) => (a.rank ?? Infinity) - (b.rank ?? Infinity) || 0);
+
 function failure(error, actions) {
   const box = el("div", { className: "error", role: "alert" }, el("p", {}, error.message));
   if (error.code === "context_length_exceeded") box.append(el("p", {}, "Start a new conversation, or set fewer chunks."));
@@ -39,10 +67,10 @@ function failure(error, actions) {
   return box;
 }
 
-/** The sources, best first as in the terminal: found chunks by rank, then others in the prompt's order. */
+/** The sources. */
 function footnotes(blend) {
   const list = el("ol", { className: "footnotes", "aria-label": "Sources" });
-  const chunks = blend.chunks.toSorted((a, b) => (a.rank ?? Infinity) - (b.rank ?? Infinity) || 0);
+  const chunks = byRank(blend.chunks);
   chunks.forEach((chunk, i) => {
     const name = titleOf(chunk);
     const place = chunk.place ? `, ${chunk.place}` : "";

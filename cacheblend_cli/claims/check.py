@@ -1,0 +1,77 @@
+"""Look up the figures, names and quotations of an answer in the texts of its prompt. No model is involved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cacheblend_cli.claims.figures import Figure, codes, figures, numbers_in_words
+from cacheblend_cli.claims.folding import folded, words
+from cacheblend_cli.claims.names import names
+from cacheblend_cli.claims.passages import Passages, Place
+from cacheblend_cli.claims.quotes import quotes
+from cacheblend_cli.types import ClaimKind
+
+_WORDS_THAT_COUNT = 12  # up to this number a word without a unit ("two ways") is no claim
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A part of an answer that was looked up."""
+
+    text: str
+    start: int  # in the answer
+    end: int
+    kind: ClaimKind
+    place: Place | None  # the first one, None if no text has it
+
+
+def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
+    """Return the parts of the answer that can be looked up, in their order. texts: those the answer may come from.
+
+    These are numbers with their units, dates, times, codes, addresses, quotations and names. What an answer derives (a
+    sum, a number of days) is in no text either. Takes linear time; what exceeds `passages.MAX_SEARCHED` is left out.
+    """
+    plain, passages = folded(answer), Passages(texts)
+    taken, found = bytearray(len(answer)), list[LookedUp]()
+
+    def add(start: int, end: int, kind: ClaimKind, place: Place | None) -> None:
+        if place is not None or not passages.is_spent:
+            taken[start:end] = b"\1" * (end - start)
+            found.append(LookedUp(answer[start:end], start, end, kind, place))
+
+    for start, end in quotes(answer):
+        if run := words(plain[start:end]):
+            add(start, end, "quote", passages.wording(plain[start:end], [run]))
+    for figure in _figures(plain):
+        if not any(taken[figure.start : figure.end]):
+            place = passages.figure(figure, plain[figure.start : figure.end])
+            add(figure.start, figure.end, figure.kind, place)
+    for name in names(answer):
+        if any(taken[name.start : name.end]):
+            continue
+        if not name.is_first or passages.misspells(answer[name.start : name.end]):
+            place = passages.wording(plain[name.start : name.end], name.parts, name.begins)
+            add(name.start, name.end, "name", place)
+    return sorted(found, key=lambda claim: claim.start)
+
+
+def _figures(text: str) -> Iterator[Figure]:
+    for figure in (*codes(text), *figures(text), *numbers_in_words(text)):
+        if not (_is_numbering(text, figure) or _is_small_word(text, figure)):
+            yield figure
+
+
+def _is_numbering(text: str, figure: Figure) -> bool:
+    """Return whether a figure numbers an item of a list."""
+    if figure.kind != "number" or text[figure.end : figure.end + 1] not in (".", ")"):
+        return False
+    before = text[max(0, figure.start - 40) : figure.start].rpartition("\n")[2]
+    return not before.strip(" *#>-") and figure.end - figure.start <= 3
+
+
+def _is_small_word(text: str, figure: Figure) -> bool:
+    """Return whether a figure is a word for a small number, without a unit."""
+    if figure.kind != "number" or figure.unit or text[figure.start : figure.end].strip("-+ ")[:1].isdigit():
+        return False
+    return any(len(value) < 3 and value.isdigit() and int(value) <= _WORDS_THAT_COUNT for value in figure.values)

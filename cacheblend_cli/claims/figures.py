@@ -1,0 +1,269 @@
+"""Numbers, dates, times, codes and addresses in a text, in a form to compare by.
+
+No pattern tries the same characters twice: repeats are possessive, or of bounded length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+Kind = Literal["number", "date", "time", "code", "address"]
+
+
+class Figure(NamedTuple):
+    """A figure of a text. values: what it may mean; unit: of a number, or ""."""
+
+    start: int
+    end: int
+    kind: Kind
+    values: frozenset[str]
+    unit: str = ""
+
+
+_MONTHS = {
+    name: number
+    for number, names in enumerate(
+        (
+            "january jan januar janvier jänner enero gennaio januari",
+            "february feb februar février fevrier febrero febbraio februari",
+            "march mar märz mars marzo maart",
+            "april apr avril abril aprile",
+            "may mai mayo maggio mei",
+            "june jun juni juin junio giugno",
+            "july jul juli juillet julio luglio",
+            "august aug août aout agosto augustus",
+            "september sep sept septembre septiembre settembre",
+            "october oct oktober okt octobre octubre ottobre",
+            "november nov novembre noviembre",
+            "december dec dezember dez décembre decembre diciembre dicembre",
+        ),
+        1,
+    )
+    for name in names.split()
+}
+_UNITS = {
+    form: unit
+    for unit, forms in {
+        "%": "% percent per-cent prozent pourcent",
+        "eur": "€ eur euro euros", "usd": "$ usd dollar dollars", "gbp": "£ gbp pound pounds", "chf": "chf franken", "yen": "¥ yen jpy",
+        "nok": "nok kr kroner", "s": "s sec second seconds sekunde sekunden seconde secondes", "min": "min mins minute minutes minuten",
+        "h": "h hr hrs hour hours stunde stunden heure heures", "day": "day days tag tage tagen jour jours",
+        "week": "week weeks woche wochen semaine semaines", "month": "month months monat monate monaten mois",
+        "year": "year years jahr jahre jahren an ans année années", "ms": "ms millisecond milliseconds",
+        "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres mètre mètres", "cm": "cm", "mm": "mm",
+        "mi": "mile miles", "kg": "kg kilo kilos kilogram kilograms", "g": "g gram grams gramm", "t": "ton tons tonne tonnes",
+        "l": "l liter liters litre litres", "kb": "kb kib", "mb": "mb mib", "gb": "gb gib", "tb": "tb tib", "w": "w watt watts", "kw": "kw",
+        "kwh": "kwh", "v": "v volt volts", "c": "°c ℃", "f": "°f ℉",
+    }.items()
+    for form in forms.split()
+}  # fmt: skip
+POWERS = {
+    "hundred": 2, "thousand": 3, "k": 3, "tausend": 3, "mille": 3, "million": 6, "millions": 6, "mio": 6, "millionen": 6, "m": 6,
+    "billion": 9, "billions": 9, "bn": 9, "milliarde": 9, "milliarden": 9, "milliard": 9, "milliards": 9, "mrd": 9, "万": 4, "亿": 8,
+}  # fmt: skip
+_ONES = {
+    word: number
+    for number, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+        "eighteen nineteen".split()
+    )
+}
+_TENS = {
+    word: number * 10 for number, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
+}
+_MONTH = "|".join(sorted(_MONTHS, key=len, reverse=True))
+_SMALL = "|".join(sorted([*_ONES, *_TENS, "hundred"], key=len, reverse=True))
+_LETTER = r"[^\W\d_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+_MARK = r"(?:(?<!\w)|(?<=[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"  # before a figure: no letter or digit
+_PATTERN = re.compile(
+    rf"""(?P<address>(?:https?://|www\.)[^\s<>"'()\[\]{{}}|\\^`]++|[\w.+-]{{1,64}}+@[\w-]{{1,63}}+(?:\.[\w-]{{1,63}}+)++)
+    |{_MARK}(?P<ymd>\d{{4}}(?P<sep>[-/.])\d{{1,2}}(?P=sep)\d{{1,2}}(?![\d\w]))
+    |{_MARK}(?P<dmy>\d{{1,2}}(?P<of>[-/.])\d{{1,2}}(?P=of)(?:\d{{4}}|\d{{2}})(?![\d\w]))
+    |{_MARK}(?P<cjk>\d{{4}}[ ]?年(?:[ ]?\d{{1,2}}[ ]?月(?:[ ]?\d{{1,2}}[ ]?日)?)?|\d{{1,2}}[ ]?月[ ]?\d{{1,2}}[ ]?日)
+    |{_MARK}(?P<dm>(?P<d>\d{{1,2}})(?:st|nd|rd|th|er|\.)?[ ]{{1,2}}(?:of[ ]|de[ ])?(?P<m>{_MONTH})\b\.?(?:,?[ ]{{1,2}}(?:de[ ])?(?P<y>\d{{4}})\b)?)
+    |{_MARK}(?P<md>(?P<m2>{_MONTH})\b\.?[ ]{{1,2}}(?P<d2>\d{{1,2}})(?:st|nd|rd|th)?(?![\d\w:.]\d|\w)(?:,?[ ]{{1,2}}(?P<y2>\d{{4}})\b)?)
+    |{_MARK}(?P<my>(?P<m3>{_MONTH})\b\.?,?[ ]{{1,2}}(?P<y3>\d{{4}})\b)
+    |{_MARK}(?P<time>(?P<hour>\d{{1,2}})(?:(?::|h|[ ]h[ ])(?P<minute>\d{{2}})(?::\d{{2}})?(?!\d)(?:[ ]?(?P<half>[ap])\.?m\b\.?)?
+        |[ ]?(?P<half2>[ap])\.?m\b\.?|(?:\.(?P<minute2>\d{{2}}))?[ ]uhr\b|[ ]?[点點时時](?:(?P<minute3>\d{{1,2}})分)?))
+    |(?P<number>(?:(?<![\w)])[-+])?(?:(?P<before>[€$£¥])[ ]?)?(?<!\w)(?P<digits>\d++(?:[.,']\d++)*+(?:[ ]\d{{3}}(?!\d))*+(?:[.,]\d++)?+)
+        (?:st|nd|rd|th)?+(?:-?[ ]?(?P<after>per[ ]cent|[%€$£¥℃℉万亿]|°[cf]|{_LETTER}{{1,12}}+))?+(?:[ ](?P<more>[%€$£¥]|{_LETTER}{{1,12}}+))?+)
+    """,
+    re.VERBOSE,
+)
+_IN_WORDS = re.compile(
+    rf"\b(?P<word>(?:{_SMALL})(?:[- ](?:and )?(?:{_SMALL}))*+)\b(?:[- ](?P<unit>{_LETTER}{{1,12}}+))?+"
+)
+_CODE = re.compile(r"(?<!\w)\w++(?:[-_/.:#]\w++)*+")
+_DIGITS = re.compile(r"\d++")
+_ADDRESSES = re.compile(r"://|www\.|@")
+_BEFORE, _AFTER = 24, 48  # characters around digits that may belong to their figure
+
+
+def figures(text: str) -> Iterator[Figure]:
+    """Yield the figures with digits, and addresses, of a folded text, from left to right."""
+    for start, end in _windows(text):
+        for found in _PATTERN.finditer(text, start, end):
+            g = found.group
+            if g("number") is not None:
+                yield _number(found)
+            elif g("address") is not None:
+                yield _address(found)
+            elif g("time") is not None:
+                yield from _time(found)
+            else:
+                yield from _date(found)
+
+
+def _windows(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a text that may have figures: few, in most texts."""
+    start = end = -1
+    for found in sorted(m.span() for pattern in (_DIGITS, _ADDRESSES) for m in pattern.finditer(text)):
+        if end < 0:
+            start = max(0, found[0] - _BEFORE)
+        elif found[0] - _BEFORE > end:
+            yield start, end
+            start = found[0] - _BEFORE
+        end = max(end, found[1] + _AFTER)
+    if end >= 0:
+        yield start, end
+
+
+def numbers_in_words(text: str) -> Iterator[Figure]:
+    """Yield numbers below 1,000 in English words."""
+    for found in _IN_WORDS.finditer(text):
+        value = _value_of_words(found["word"])
+        if value is not None:
+            unit = _UNITS.get(found["unit"] or "", "")
+            end = found.end() if unit else found.end("word")
+            yield Figure(found.start(), end, "number", frozenset({value}), unit)
+
+
+def codes(text: str) -> Iterator[Figure]:
+    """Yield identifiers: letters with digits, or words with underscores between them."""
+    for found in _CODE.finditer(text):
+        code = found.group()
+        if len(code) <= 200 and _is_code(code):
+            yield Figure(found.start(), found.end(), "code", frozenset({code}))
+
+
+def _is_code(text: str) -> bool:
+    if "_" in text.strip("_"):
+        return True
+    if not _DIGITS.search(text) or not text.isascii():
+        return False
+    changes = sum(a.isalpha() != b.isalpha() for a, b in pairwise(text) if (a + b).isalnum())
+    return text[0].isalpha() if changes < 2 or "/" in text else True
+
+
+def _address(found: re.Match[str]) -> Figure:
+    text = found.group().rstrip(".,;:!?*")
+    return Figure(found.start(), found.start() + len(text), "address", frozenset({plain_address(text)}))
+
+
+def plain_address(text: str) -> str:
+    """Return an address without its scheme, "www." and a final slash."""
+    return re.sub(r"^(?:https?://)?(?:www\.)?", "", text).rstrip("/")
+
+
+def _number(found: re.Match[str]) -> Figure:
+    g, end = found.group, found.end("digits")
+    after, more = g("after") or "", g("more") or ""
+    keys = _values(g("digits"))
+    unit = _UNITS.get(g("before") or "", "")
+    if after in POWERS:
+        keys = (keys if after in _UNITS else frozenset()) | {_shifted(key, POWERS[after]) for key in keys}
+        unit, end = unit or _UNITS.get(more, ""), found.end("more" if more in _UNITS else "after")
+    elif after in _UNITS or after == "per cent":
+        unit, end = unit or _UNITS.get(after, "%"), found.end("after")
+    elif after and found.end("digits") == found.start("after"):  # 45B, 12th and the like
+        return Figure(found.start("digits"), found.end("after"), "code", frozenset({g("digits") + after}))
+    if g()[0] == "-":
+        at_line_start = not found.string[max(0, found.start() - 8) : found.start()].rpartition("\n")[2].strip()
+        keys = frozenset("-" + key for key in keys) | (keys if at_line_start else frozenset())  # or it marks an item
+    return Figure(found.start(), end, "number", keys, unit)
+
+
+def _values(digits: str) -> frozenset[str]:
+    """Return the values of a number with separators, as decimal numbers without superfluous zeros: 1.234 is two."""
+    plain = digits.replace(" ", "").replace("'", "")
+    marks = [c for c in plain if c in ".,"]
+    if not marks:
+        return frozenset({_decimal(plain, "")})
+    last = marks[-1]
+    if len(set(marks)) == 2:  # the last mark is the decimal one, if there is one of it
+        if marks.count(last) > 1:
+            return frozenset({plain})
+        whole, _, part = plain.rpartition(last)
+        return frozenset({_decimal(whole.replace(".", "").replace(",", ""), part)})
+    groups = plain.split(last)
+    of_thousands = len(groups[0]) <= 3 and groups[0] != "0" and all(len(group) == 3 for group in groups[1:])
+    if len(groups) > 2:
+        return frozenset({_decimal("".join(groups), "")} if of_thousands else {plain})
+    values = {_decimal(groups[0], groups[1])}
+    return frozenset(values | {_decimal("".join(groups), "")} if of_thousands else values)
+
+
+def _decimal(whole: str, part: str) -> str:
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    return f"{whole}.{part}" if part else whole
+
+
+def _shifted(value: str, power: int) -> str:
+    whole, _, part = value.partition(".")
+    return _decimal(whole + part[:power].ljust(power, "0"), part[power:])
+
+
+def _value_of_words(text: str) -> str | None:
+    """Return the value of a number below 1,000 in English words; None if the words are no number."""
+    total, last = 0, 1000
+    for word in re.split(r"[- ]+", text):
+        if word == "and":
+            continue
+        if word == "hundred":
+            if not 0 < total < 10:
+                return None
+            total, last = total * 100, 100
+            continue
+        value = _ONES.get(word, _TENS.get(word, -1))
+        if value < 0 or (last < 1000 and (value >= last or (last < 100 and (last < 20 or value == 0 or value > 9)))):
+            return None
+        total, last = total + value, value
+    return str(total)
+
+
+def _time(found: re.Match[str]) -> Iterator[Figure]:
+    g = found.group
+    hour, minute = int(g("hour")), int(g("minute") or g("minute2") or g("minute3") or 0)
+    if hour > 24 or minute > 59:
+        return
+    half = g("half") or g("half2")
+    hours = {hour % 12 + 12 * (half == "p")} if half else {hour % 24} | ({hour % 12 + 12} if hour <= 12 else set())
+    yield Figure(*found.span(), "time", frozenset(f"{h % 24}:{minute:02}" for h in hours))
+
+
+def _date(found: re.Match[str]) -> Iterator[Figure]:
+    """Yield a date. Its keys are YEAR-MONTH-DAY, with nothing for a part that is not given."""
+    g = found.group
+    if g("ymd"):
+        year, month, day = re.split(r"[-/.]", g())
+        dates = [(year, month, day)]
+    elif g("dmy"):
+        a, b, year = re.split(r"[-/.]", g())
+        year = year if len(year) == 4 else f"20{year}"
+        dates = [(year, b, a)] + ([(year, a, b)] if g("of") != "." else [])
+    elif g("cjk"):
+        parts = re.findall(r"\d+", g())
+        dates = [("", *parts) if "年" not in g() else (*parts, "", "")[:3]]
+    else:
+        name = g("m") or g("m2") or g("m3")
+        dates = [(g("y") or g("y2") or g("y3") or "", str(_MONTHS[name]), g("d") or g("d2") or "")]
+    keys = {
+        f"{year}-{int(month) if month else ''}-{int(day) if day else ''}"
+        for year, month, day in dates
+        if (not month or 0 < int(month) < 13) and (not day or 0 < int(day) < 32)
+    }
+    if keys:
+        yield Figure(*found.span(), "date", frozenset(keys))

@@ -1,0 +1,89 @@
+"""Names in an answer: runs of words with capitals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from cacheblend_cli.claims.folding import folded, words
+
+_WORD = re.compile(r"[^\W\d_]++(?:['\u2019\-\u2011][^\W\d_]++)*+")
+_BEGINS = re.compile(r"[.!?:;…\n|>#*•(\[\"“„«`/]")
+_HEADING = re.compile(r"[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)")
+_LINKS = frozenset("of de la le du des del von van der den the di da".split())
+_COMMON = frozenset(
+    "a an the this that these those it its he she they we you i my your his her their our in on at by for from to of with "
+    "without as if when while after before since until during because although though however also and or but so then thus "
+    "there here no not yes all any each every both some most many few other only please note mr mrs ms dr prof sir "
+    "der die das ein eine im am mit nach von für herr frau le la les un une des du en dans pour avec m mme "
+    "what who where which how why is are was were be been do does did can could will would shall should may might must".split()
+)
+_CAPITAL_NOUNS = (
+    0.25  # share of capitals among words within sentences, from which single capitals are no names (German)
+)
+
+
+class Name(NamedTuple):
+    """A run of words with capitals. parts: its folded words, divided at words like "of"; begins: the first one begins a
+    sentence, which may be the reason for its capital."""
+
+    start: int
+    end: int
+    parts: tuple[tuple[str, ...], ...]
+    begins: bool
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether it is a single word at the beginning of a sentence, which is a name only by chance."""
+        return self.begins and len(self.parts) == len(self.parts[0]) == 1
+
+
+def names(text: str) -> list[Name]:
+    """Return names in the text, and single words at the beginning of a sentence, which may be some."""
+    tokens = list(_WORD.finditer(text))
+    if not tokens:
+        return []
+    gaps = [text[a.end() : b.start()] for a, b in pairwise(tokens)]
+    begins = [True, *(bool(_BEGINS.search(gap)) for gap in gaps)]
+    within = [token for token, is_first in zip(tokens, begins, strict=True) if not is_first]
+    capitals = sum(token.group()[0].isupper() for token in within)
+    single = capitals < _CAPITAL_NOUNS * len(within) or len(within) < 8
+    out: list[Name] = []
+    at = 0
+    while at < len(tokens):
+        if not tokens[at].group()[0].isupper():
+            at += 1
+            continue
+        end = at + 1
+        while end < len(tokens) and gaps[end - 1] in (" ", ". " if len(tokens[end - 1].group()) == 1 else " "):
+            step = 1
+            if tokens[end].group() in _LINKS and end + 1 < len(tokens) and gaps[end] == " ":
+                step = 2
+            if not tokens[end + step - 1].group()[0].isupper():
+                break
+            end += step
+        name = _name(text, tokens[at:end], begins[at])
+        if name is not None and (single or name.begins or sum(map(len, name.parts)) > 1):
+            out.append(name)
+        at = end
+    return out
+
+
+def _name(text: str, run: Sequence[re.Match[str]], begins: bool) -> Name | None:
+    while run and run[0].group().lower() in _COMMON:
+        run, begins = run[1:], False
+    if not run or (len(run) == 1 and len(run[0].group()) == 1):
+        return None
+    start, end = run[0].start(), run[-1].end()
+    line = text.rfind("\n", 0, start) + 1
+    if _HEADING.match(text, line) or (begins and re.match(r"[*_]{0,2}[ ]?:", text[end : end + 4])):  # a title, a label
+        return None
+    parts: list[tuple[str, ...]] = [()]
+    for token in run:
+        if token.group() in _LINKS:
+            parts.append(())
+        else:
+            parts[-1] += tuple(words(folded(token.group()).removesuffix("'s")))
+    return Name(start, end, tuple(part for part in parts if part), begins)

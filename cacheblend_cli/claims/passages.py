@@ -1,0 +1,184 @@
+"""Texts to look claims up in: as written first, then by value or by words."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from cacheblend_cli.claims.figures import POWERS, Figure, figures, numbers_in_words
+from cacheblend_cli.claims.folding import folded, words
+
+MAX_SEARCHED = 100_000_000
+"""Characters that may be searched for the claims of one answer. The claims that are left are not reported."""
+_BETWEEN = "\n\0\n"
+_LONGEST = 400  # characters to look up as written
+_STEP = 256  # what a place that does not count costs, in characters searched
+_LETTERS = re.compile(r"\w")
+_CAPITAL = re.compile(r"(?<=[^\W\d_] )[A-Z][^\W\d_]{3,40}+")
+_JOINS = frozenset(".,:'/+-")  # beside a digit they may belong to its figure
+_GOES_ON = re.compile(rf"\w|[.,:'/-]\d| ?(?:{'|'.join(map(re.escape, POWERS))})\b")
+
+
+class Place(NamedTuple):
+    """A place in the texts."""
+
+    passage: int  # number of the text
+    start: int  # -1 if unknown: the words are divided at the end of a line
+    end: int
+
+
+class Passages:
+    """Texts in folded form. A look-up returns the first place, None if there is none."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        own, self._raw = [folded(text) for text in texts], _BETWEEN.join(texts)
+        self._starts = list(accumulate((len(text) + len(_BETWEEN) for text in own), initial=0))
+        self._all, self._left = _BETWEEN.join(own), MAX_SEARCHED
+        self._texts = own
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether MAX_SEARCHED characters were searched. What was not found since then may be there."""
+        return self._left <= 0
+
+    def figure(self, figure: Figure, written: str) -> Place | None:
+        """Look a figure up: as it is written in the answer, then by its value."""
+        if (found := self._written(written)) is not None:
+            return found
+        if figure.kind == "code":
+            code, _, rest = written.rpartition("-")  # "TK-500-series"
+            return self._written(code) if code and rest.isalpha() else None
+        return self._valued(self._by_value, figure) or self._valued(self._in_words, figure)
+
+    def _written(self, text: str) -> Place | None:
+        """Return the first place of a text that is no part of a longer word or figure."""
+        at, has_digits = -1, text[-1:].isdigit()
+        if len(text) > _LONGEST:
+            return None
+        while (at := self._all.find(text, at + 1)) >= 0:
+            before, end = self._all[at - 1 : at], at + len(text)
+            inside = before.isalnum() or before == "_" or (text[0].isdigit() and before in _JOINS and before != "")
+            if not inside and not (_GOES_ON if has_digits else _LETTERS).match(self._all, end):
+                self._left -= at
+                return self._place(at, end)
+            self._left -= _STEP
+            if self.is_spent:
+                return None
+        self._left -= len(self._all)
+        return None
+
+    def _place(self, start: int, end: int) -> Place:
+        passage = bisect_right(self._starts, start) - 1
+        return Place(passage, start - self._starts[passage], end - self._starts[passage])
+
+    # figures by value
+
+    @cached_property
+    def _by_value(self) -> dict[str, dict[str, Place]]:
+        return self._figures(figures)
+
+    @cached_property
+    def _in_words(self) -> dict[str, dict[str, Place]]:
+        return self._figures(numbers_in_words)
+
+    def _figures(self, scan: Callable[[str], Iterator[Figure]]) -> dict[str, dict[str, Place]]:
+        """Return value -> unit -> the first place."""
+        places: dict[str, dict[str, Place]] = {}
+        for number, text in enumerate(self._texts):
+            for figure in scan(text):
+                for value in _values(figure, text):
+                    places.setdefault(value, {}).setdefault(figure.unit, Place(number, figure.start, figure.end))
+        return places
+
+    def _valued(self, known: dict[str, dict[str, Place]], figure: Figure) -> Place | None:
+        for value in figure.values:
+            units = known.get(f"{figure.kind}:{value}") or (self._dated(value) if figure.kind == "date" else {})
+            places = [place for unit, place in units.items() if not figure.unit or unit in ("", figure.unit)]
+            if places:
+                return min(places)
+        return None
+
+    def _dated(self, value: str) -> dict[str, Place]:
+        """Return the places of a date that the texts have without its year, and its year elsewhere."""
+        year, _, rest = value.partition("-")
+        return self._by_value.get(f"date:-{rest}!", {}) if f"number:{year}" in self._by_value else {}
+
+    # names and quotations
+
+    def wording(self, written: str, parts: Sequence[Sequence[str]], begins: bool = False) -> Place | None:
+        """Look a text up by its words. parts: each is found on its own; begins: the first word may be no part of it, if
+        the texts have it in lower case."""
+        if (found := self._written(written)) is not None:
+            return found
+        places = [self._part(part, begins and number == 0) for number, part in enumerate(parts)]
+        return None if None in places else places[0]
+
+    def _part(self, part: Sequence[str], begins: bool) -> Place | None:
+        found = self._run(part, gap=1)
+        if found is None and len(part) == 2:  # Lind, Mara
+            found = self._run(part[::-1])
+        if found is None and begins and len(part) > 1 and f" {part[0]} " in self._raw:  # "Visit Bergen"
+            found = self._part(part[1:], False)
+        if found is None and len(part) > 2:
+            each = [self._run((word,)) for word in part]
+            found = None if None in each else each[0]
+        return found
+
+    def misspells(self, word: str) -> bool:
+        """Return whether a word is in no text, and differs in one letter from a word that has its capital within a
+        sentence."""
+        low = folded(word)
+        return self._written(low) is None and any(_is_one_off(low, name) for name in self._capitals)
+
+    @cached_property
+    def _capitals(self) -> set[str]:
+        return {folded(word) for word in _CAPITAL.findall(self._raw)}
+
+    @cached_property
+    def _words(self) -> list[str]:
+        return [f" {' '.join(words(text))} " for text in self._texts]
+
+    def _run(self, run: Sequence[str], gap: int = 0) -> Place | None:
+        """Find words in a row. The last may differ by a final "s". gap: words that may stand between two."""
+        last = run[-1]
+        wanted = [
+            f" {' '.join((*run[:-1], form))} " for form in dict.fromkeys((last, last.removesuffix("s"), f"{last}s"))
+        ]
+        for number, text in enumerate(self._words):
+            self._left -= len(text)
+            if self.is_spent:
+                return None
+            between = gap and len(run) == 2 and f" {run[0]} " in text
+            if any(form in text for form in wanted) or (
+                between and re.search(rf" {re.escape(run[0])} \w++ {re.escape(last)} ", text)
+            ):
+                found = re.search(r"\W++".join(map(re.escape, run)), self._texts[number])
+                return Place(number, *(found.span() if found else (-1, -1)))
+        return None
+
+
+def _is_one_off(a: str, b: str) -> bool:
+    """Return whether one letter is changed, added or missing; not a final "s"."""
+    a, b = sorted((a, b), key=len)
+    if a == b or len(b) - len(a) > 1 or b == f"{a}s":
+        return False
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    return a[same + (len(a) == len(b)) :] == b[same + 1 :]
+
+
+def _values(figure: Figure, text: str) -> Iterator[str]:
+    """Yield the values under which a figure of a text is found, those of its parts included."""
+    for value in figure.values:
+        yield f"{figure.kind}:{value}"
+        if figure.kind == "date":
+            year, month, day = value.split("-")
+            yield from (f"date:-{month}-{day}", f"date:{year}-{month}-", f"date:{year}--", f"date:-{month}-")
+            yield from (f"number:{part}" for part in (year, day) if part)
+            if not year:
+                yield f"date:-{month}-{day}!"
+    if figure.kind in ("time", "address"):
+        yield from (f"number:{part.lstrip('0') or '0'}" for part in re.findall(r"\d+", text[figure.start : figure.end]))
