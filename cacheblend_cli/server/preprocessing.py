@@ -79,7 +79,7 @@ async def parse_chat(
         turns.system,
         extracted.passages,
         extracted.passages_only,
-        notes=(_GREETED,) if turns.begins_with_assistant else (),
+        notes=(*[_GREETED] * turns.begins_with_assistant, *[_NO_TOOLS] * body.lists_tools),
     )
 
 
@@ -221,6 +221,8 @@ def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, log
 
 
 _GREETED = "the conversation begins with the assistant: the prompt has an empty user message before it"
+_NO_TOOLS = "the request lists tools: none was called, and the prompt does not contain them"
+_AS_TEXT = "this server calls no tools; send calls and results as text in messages of the user and the assistant"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -240,10 +242,12 @@ def read_messages(messages: Sequence[Message]) -> ChatTurns:
     for i, message in enumerate(messages):
         place = f"messages.{i}"
         role = _ROLES.get(message.role)
+        if message.role in ("tool", "function"):
+            raise bad_request(f"{place} is the result of a tool: {_AS_TEXT}", f"{place}.role")
         if role is None:
             raise bad_request(f"{place}.role is {message.role[:80]!r}; known: {', '.join(_ROLES)}", f"{place}.role")
         if message.calls_tools:
-            raise bad_request("tools are not supported", f"{place}.tool_calls")
+            raise bad_request(f"{place} calls a tool: {_AS_TEXT}", f"{place}.tool_calls")
         messages_read.append((role, _text(message.content, f"{place}.content")))
     turns = [(role, "\n\n".join(text for _, text in run)) for role, run in groupby(messages_read, key=itemgetter(0))]
     system = turns.pop(0)[1] if turns[0][0] == "system" else None
