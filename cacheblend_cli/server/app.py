@@ -25,6 +25,7 @@ from cacheblend_cli.server.document_routes import (
     delete_document,
     list_documents,
     put_document,
+    read_chunk,
     read_document,
     search_chunks,
 )
@@ -186,6 +187,7 @@ OPERATIONS = {
     "GET /v1/documents": Operation("List the documents", list_documents),
     "GET /v1/documents/{id:path}": Operation("Read a document", read_document),
     "DELETE /v1/documents/{id:path}": Operation("Delete a document", delete_document),
+    "GET /v1/chunks/{id}": Operation("Read a chunk", read_chunk),
     "POST /v1/embeddings": Operation("Embed texts", embedding_routes.embeddings, embedding_routes.EmbedBody),
     "GET /v1/models": Operation("List the models", openai.models),
     "GET /v1/models/{name:path}": Operation("Describe a model", openai.models),

@@ -34,17 +34,21 @@ Hits = Annotated[int, Meta(ge=1, le=256)]
 NULL: Any = msgspec.field(default_factory=lambda: Raw(b"null"))
 """Default of fields that are kept undecoded; the OpenAPI description shows no default."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "functions": ([],), "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
+    "tool_choice": ("auto", "none"), "function_call": ("auto", "none"),
+    "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
     "web_search_options": (), "moderation": (), "suffix": ("",),
     "no_stop_trim": (False,), "continue_final_message": (False,), "skip_special_tokens": (True,), "separate_reasoning": (True,),
     "stream_reasoning": (True,), "include_reasoning": (True,), "return_hidden_states": (False,),
 }  # fmt: skip
 """Unsupported field of OpenAI or vllm-router -> values accepted because they have no effect (null always is)."""
+_NO_CALLS = "must be auto or none, or be left out: this server answers with text and calls no tools"
+_REASONS = {"tool_choice": _NO_CALLS, "function_call": _NO_CALLS}
+"""Unsupported field -> end of the message that refuses it."""
 _IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "tool_choice", "parallel_tool_calls", "function_call",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "prediction", "parallel_tool_calls",
 )  # fmt: skip
-"""OpenAI's fields that are accepted without effect: there are no tools."""
+"""OpenAI's fields that are accepted without effect."""
 
 
 class DocumentIn(Struct, forbid_unknown_fields=True):
@@ -136,7 +140,7 @@ class Message(Struct):
 
     @property
     def calls_tools(self) -> bool:
-        return any(bytes(raw) not in (b"null", b"[]") for raw in (self.tool_calls, self.function_call))
+        return any(map(_is_given, (self.tool_calls, self.function_call)))
 
 
 if TYPE_CHECKING:
@@ -179,6 +183,10 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
+    # never called. The definitions stay out of the prompt: stored KV, which comes after them, would depend on them
+    tools: Raw = NULL
+    functions: Raw = NULL
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -187,6 +195,10 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     def wanted_search(self) -> SearchIn | None:
         """The search that the request asks for; true is one with the defaults."""
         return (SearchIn() if self.search else None) if isinstance(self.search, bool) else self.search
+
+    @property
+    def lists_tools(self) -> bool:
+        return any(map(_is_given, (self.tools, self.functions)))
 
     @property
     def wants_chunks(self) -> bool:
@@ -235,6 +247,10 @@ class PutBody(Struct, forbid_unknown_fields=True):
     title: Title | None = None
 
 
+def _is_given(raw: Raw) -> bool:
+    return bytes(raw) not in (b"null", b"[]")
+
+
 Body = TypeVar("Body", bound=Struct)
 _UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _PLACED = re.compile(r"(.*) - at (?:`key` in )?`\$\.?([^`]*)`", re.DOTALL)
@@ -271,7 +287,8 @@ def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...
     for name, neutral in neutral_values.items():
         raw = bytes(getattr(body, name, b"null"))
         if raw != b"null" and (len(raw) > 64 or msgspec.json.decode(raw) not in neutral):
-            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+            message = f"{name} {_REASONS.get(name, 'is not supported')}"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
 
 
 def _depth(raw: bytes) -> int:

@@ -20,7 +20,7 @@ from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffi
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
 from cacheblend_cli.corpus.layout import bounded, shortened
-from cacheblend_cli.corpus.places import PUT
+from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import QueueFull
@@ -39,6 +39,7 @@ from cacheblend_cli.server.http import (
     tenant_of,
     unless_disconnected,
 )
+from cacheblend_cli.server.preprocessing import named_chunk
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
@@ -235,6 +236,28 @@ async def read_document(request: Request, state: ServerState) -> Response:
             for chunk in record.chunks
         ]
         return encode({**_document_fields(record), "chunks": chunks})
+
+    return await _read_reply(request, state, read)
+
+
+async def read_chunk(request: Request, state: ServerState) -> Response:
+    """Return a chunk, its document and place. Documents that came with a question have a digest and no title."""
+    tenant = tenant_of(request)
+
+    def read() -> bytes:
+        manifest = named_chunk(state, tenant, request.path_params["id"], "id")
+        cited = Citations(state.store).of(manifest)
+        title = cited.title or public_title(cited.name) * (not cited.name.startswith(SENT))
+        return encode(
+            {
+                "id": manifest.key.hex(),
+                "object": "chunk",
+                "document": public_id(cited.name),
+                "title": title,
+                "place": cited.place,
+                "text": manifest.text,
+            }
+        )
 
     return await _read_reply(request, state, read)
 

@@ -79,7 +79,7 @@ async def parse_chat(
         turns.system,
         extracted.passages,
         extracted.passages_only,
-        notes=(_GREETED,) if turns.begins_with_assistant else (),
+        notes=(*[_GREETED] * turns.begins_with_assistant, *[_NO_TOOLS] * body.lists_tools),
     )
 
 
@@ -89,6 +89,7 @@ class Origin:
 
     document: str
     title: str
+    in_message: bool = False  # a passage that was extracted from a message
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _prepare(state: ServerState, parsed: ParsedRequest, cancellation: Cancellati
     request.notes.extend(parsed.notes)
     state.engine.prompts.check_fits(request.plan.num_tokens, request.sampling)
     sent: dict[str, Origin] = {}
+    num_given = len(ask.documents) - len(parsed.passages or ())  # passages come after these
     for i, document in enumerate(ask.documents):
-        sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))
+        origin = Origin(document.id or str(i), document.title or "", i >= num_given)
+        sent.setdefault(sent_document(document, ask.tenant).source, origin)
     origins = [sent[c.planned.source] if c.planned is not None else _origin(c.citation) for c in request.chunks]
     return PreparedRequest(request, tuple(origins))
 
@@ -139,7 +142,7 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
         Resolved(settings, {}),
         parsed.text,
         parsed.sampling,
-        keys=_named_chunks(state, parsed),
+        keys=[named_chunk(state, tenant, name, "chunks").key for name in body.chunks or ()],
         salt=tenant.salt,
         history=parsed.history,
         documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.documents or ()),
@@ -170,24 +173,24 @@ def _with_blend(settings: Settings, body: AskBody) -> Settings:
     return replace(settings, **given)
 
 
-def _named_chunks(state: ServerState, parsed: ParsedRequest) -> list[bytes]:
-    """Return the keys of the named chunks. Ids of chunks that the tenant may not read are ignored."""
-    keys = []
-    for name in parsed.body.chunks or ():
-        if len(name) < _LEAST_DIGITS and state.keyring.has_tenants:
-            raise bad_request(f"a chunk id needs at least {_LEAST_DIGITS} digits", "chunks")
-        found = []
-        with suppress(ChunkNotFound):
-            for key in state.store.matching(name, _MATCHES):
-                manifest = state.store.undamaged(key)
-                if manifest is not None and _may_read(state, manifest, parsed.tenant):
-                    found.append(key)
-        if not found:
-            raise ApiError(404, f"no chunk {name[:64]!r}", param="chunks", code="chunk_not_found")
-        if len(found) > 1:
-            raise ApiError(404, f"several chunks begin with {name[:64]!r}", param="chunks", code="chunk_ambiguous")
-        keys += found
-    return keys
+def named_chunk(state: ServerState, tenant: Tenant, name: str, param: str) -> ChunkManifest:
+    """Return a chunk by its id or a prefix of it. Chunks that the tenant may not read are ignored. Raises ApiError.
+
+    param: field of the request that names the chunk.
+    """
+    if len(name) < _LEAST_DIGITS and state.keyring.has_tenants:
+        raise bad_request(f"a chunk id needs at least {_LEAST_DIGITS} digits", param)
+    found = []
+    with suppress(ChunkNotFound):
+        for key in state.store.matching(name, _MATCHES):
+            manifest = state.store.undamaged(key)
+            if manifest is not None and _may_read(state, manifest, tenant):
+                found.append(manifest)
+    if not found:
+        raise ApiError(404, f"no chunk {name[:64]!r}", param=param, code="chunk_not_found")
+    if len(found) > 1:
+        raise ApiError(404, f"several chunks begin with {name[:64]!r}", param=param, code="chunk_ambiguous")
+    return found[0]
 
 
 def _may_read(state: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
@@ -219,6 +222,8 @@ def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, log
 
 
 _GREETED = "the conversation begins with the assistant: the prompt has an empty user message before it"
+_NO_TOOLS = "the request lists tools: none was called, and the prompt does not contain them"
+_AS_TEXT = "this server calls no tools; send calls and results as text in messages of the user and the assistant"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -238,10 +243,12 @@ def read_messages(messages: Sequence[Message]) -> ChatTurns:
     for i, message in enumerate(messages):
         place = f"messages.{i}"
         role = _ROLES.get(message.role)
+        if message.role in ("tool", "function"):
+            raise bad_request(f"{place} is the result of a tool: {_AS_TEXT}", f"{place}.role")
         if role is None:
             raise bad_request(f"{place}.role is {message.role[:80]!r}; known: {', '.join(_ROLES)}", f"{place}.role")
         if message.calls_tools:
-            raise bad_request("tools are not supported", f"{place}.tool_calls")
+            raise bad_request(f"{place} calls a tool: {_AS_TEXT}", f"{place}.tool_calls")
         messages_read.append((role, _text(message.content, f"{place}.content")))
     turns = [(role, "\n\n".join(text for _, text in run)) for role, run in groupby(messages_read, key=itemgetter(0))]
     system = turns.pop(0)[1] if turns[0][0] == "system" else None

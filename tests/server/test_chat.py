@@ -19,6 +19,9 @@ PAGES = [
     {"id": "a", "title": "Billing", "text": "the lead of billing is Mara and she works in Bergen"},
     {"id": "b", "text": "Jonas keeps a parrot at home near the harbor"},
 ]
+TOOLS = [
+    {"type": "function", "function": {"name": "get_time", "description": "The time.", "parameters": {"type": "object"}}}
+]
 
 
 def events(text: str) -> list[Any]:
@@ -166,7 +169,10 @@ def test_logprobs_are_streamed(server: Any, engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tool_choice", {"type": "custom", "custom": {"name": "f"}}),
+        ("function_call", {"name": "f"}),
         ("response_format", {"type": "yaml"}),
         ("response_format", {"type": "json_schema"}),
         ("logit_bias", {"99999": 1}),
@@ -190,6 +196,7 @@ def test_logprobs_are_streamed(server: Any, engine: Engine) -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
         ),
         ("messages", [{"role": "tool", "content": "3"}]),
+        ("messages", [{"role": "user", "content": "a"}, {"role": "function", "name": "f", "content": "3"}]),
     ],
 )
 def test_what_cannot_be_done_is_refused(shared: Any, field: str, value: Any) -> None:
@@ -281,11 +288,57 @@ def test_fields_without_effect_are_accepted(server: Any) -> None:
         metadata={"a": "b"},
         tools=[],
         tool_choice="auto",
+        parallel_tool_calls=False,
         response_format={"type": "text"},
         logit_bias=None,
-        store=False,
+        store=True,
+        service_tier="flex",
+        safety_identifier="me",
+        prompt_cache_key="a",
+        prompt_cache_retention="24h",
+        prompt_cache_options={"a": "b"},
+        prediction={"type": "content", "content": "Mara"},
     )
     assert reply.status_code == 200
+    assert reply.json()["blend"]["notes"] == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"functions": [TOOLS[0]["function"]], "function_call": "auto"},
+    ],
+    ids=str,
+)
+def test_tools_do_not_change_the_answer(server: Any, more: dict[str, Any]) -> None:
+    server.ask(documents=PAGES)  # from here on they are stored
+    plain = server.ask(documents=PAGES).json()
+    reply = server.ask(documents=PAGES, **more).json()
+    assert reply["choices"] == plain["choices"]
+    assert reply["usage"] == plain["usage"]
+    assert [c["status"] for c in reply["blend"]["chunks"]] == [c["status"] for c in plain["blend"]["chunks"]]
+    [note] = set(reply["blend"]["notes"]) - set(plain["blend"]["notes"])
+    assert "tools" in note
+    last = events(server.ask(documents=PAGES, stream=True, **more).text)[-1]
+    assert note in last["blend"]["notes"]
+
+
+def test_calls_of_tools_are_refused_with_advice(shared: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "what time is it?"}]
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    for body, param, advice in (
+        ({"messages": asked, "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "auto or none"),
+        ({"messages": [*asked, calling, result, *asked]}, "messages.1.tool_calls", "as text"),
+        ({"messages": [*asked, result, *asked]}, "messages.1.role", "as text"),
+    ):
+        reply = shared.ask(**body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        assert advice in reply.json()["error"]["message"]
 
 
 def test_too_long_is_told_in_numbers(server: Any) -> None:

@@ -115,7 +115,7 @@ def test_a_stream_is_json_lines(server: Any) -> None:
     ("path", "body", "param"),
     [
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aa"]}]}, "messages.0.images"),
-        ("chat", {"messages": ASKED, "tools": [{"type": "function"}]}, "tools"),
+        ("chat", {"messages": [*ASKED, {"role": "tool", "tool_name": "f", "content": "3"}]}, "messages.1.role"),
         ("chat", {"messages": ASKED, "think": True}, "think"),
         ("chat", {"messages": ASKED, "think": "high"}, "think"),
         ("chat", {"messages": ASKED, "keep_alive": "soon"}, "keep_alive"),
@@ -138,6 +138,17 @@ def test_what_is_not_supported_is_refused_by_name(shared: Any, path: str, body: 
     reply = post(shared, path, model="tiny", **body)
     assert (reply.status_code, reply.json()["param"]) == (400, param), reply.text
     assert isinstance(reply.json()["error"], str)
+
+
+def test_tools_are_not_called_and_not_claimed(server: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "get_time", "description": "The time."}}]
+    plain, told = (
+        post(server, "chat", model="tiny", messages=ASKED, stream=False, **t).json() for t in ({}, {"tools": tools})
+    )
+    assert told["message"] == plain["message"]
+    assert told["prompt_eval_count"] == plain["prompt_eval_count"]
+    assert "tools" in told["blend"]["notes"][-1]
+    assert "tools" not in post(server, "show", model="tiny").json()["capabilities"]
 
 
 def test_values_that_change_nothing_are_accepted() -> None:

@@ -21,7 +21,7 @@ MANY = 200_000
         (ChatBody, CHAT % (b'"stop": [' + b"0," * MANY + b"0]"), "stop.0"),
         (ChatBody, CHAT % (b'"documents": [' + b"{}," * MANY + b"{}]"), "documents.0.text"),
         (ChatBody, CHAT % (b'"nothing": [' + b"[]," * MANY + b"[]]"), "nothing"),
-        (ChatBody, CHAT % (b'"tools": [' + b"[]," * MANY + b"[]]"), "tools"),
+        (ChatBody, CHAT % (b'"tool_choice": [' + b"[]," * MANY + b"[]]"), "tool_choice"),
     ],
 )
 def test_type_errors_cost_no_more_than_the_body(kind: type[AskBody], body: bytes, param: str) -> None:
@@ -43,7 +43,8 @@ def test_type_errors_cost_no_more_than_the_body(kind: type[AskBody], body: bytes
         (b'"temprature": 1', "temprature", "unknown_parameter"),
         (b'"blend": {"rato": 1}', "blend.rato", "unknown_parameter"),
         (b'"documents": [{"text": "a"}, {"txt": "a"}]', "documents.1.txt", "unknown_parameter"),
-        (b'"tools": [{"type": "function"}]', "tools", "unsupported_parameter"),
+        (b'"tool_choice": "required"', "tool_choice", "unsupported_parameter"),
+        (b'"function_call": {"name": "f"}', "function_call", "unsupported_parameter"),
         (b'"echo": true', "echo", None),
         (b'"logit_bias": {"a": 1}', "logit_bias", None),
         (b'"stop": "' + b"z" * 100_000 + b'"', "stop", None),

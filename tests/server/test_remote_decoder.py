@@ -62,8 +62,9 @@ def test_a_remote_decoder_gives_this_engines_answer(
         for _ in range(2):  # with all chunks missing, then stored
             own, other = here.ask(**asked), there.ask(**asked)
             assert said(own) == said(other)
+            told = json.loads(own.text.replace(str(here.client.base_url), str(there.client.base_url)))
             for name in ("usage", "choices"):
-                assert own.json()[name] == other.json()[name]
+                assert told[name] == other.json()[name]
             blend = other.json()["blend"]
             assert [c["status"] for c in blend["chunks"]] == [c["status"] for c in own.json()["blend"]["chunks"]]
             assert fake.loaded[-1] == blend["prompt_tokens"] - 1

@@ -31,7 +31,7 @@ from cacheblend_cli.types import MAX_STOPS
 
 _DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "images": ([],), "tools": ([],), "suffix": ("",), "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,),
+    "images": ([],), "suffix": ("",), "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,),
 }  # fmt: skip
 """Unsupported field of Ollama -> values accepted because they have no effect (null always is)."""
 
@@ -132,8 +132,10 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
     truncate: bool | None = None
     shift: bool | None = None
 
-    # refused unless they have no effect: see _NEUTRAL
+    # never called, see AskBody
     tools: Raw = NULL
+
+    # refused unless they have no effect: see _NEUTRAL
     images: Raw = NULL
 
     @property
@@ -153,6 +155,7 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
             chunks=self.chunks,
             search=self.search,
             blend=self.blend,
+            tools=self.tools,
             **(self.options.ask_fields if self.options else {}),
         )
 

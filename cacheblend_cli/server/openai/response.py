@@ -12,6 +12,7 @@ from typing import Any
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.answer_report import AnswerReport, finish_reason
+from cacheblend_cli.server.openai.annotations import annotations_of
 from cacheblend_cli.server.preprocessing import PreparedRequest
 from cacheblend_cli.types import Answer, TokenLogprob
 
@@ -23,6 +24,7 @@ class OpenAIResponse:
     chat: bool  # chat completion, else text completion
     model: str
     report: AnswerReport
+    page: str  # URL of the server's page
     usage: bool = False  # token counts in a stream, too
     echo: bool = False  # repeat the prompt before the text
     prompt_only: bool = False  # return no generated text (echo with max_tokens 0)
@@ -38,7 +40,7 @@ class OpenAIResponse:
             ends = [replace(done, answers=[replace(answer, **no_text) for answer in done.answers]) for done in ends]
         for done, one in zip(ends, prepared, strict=True):
             before = one.request.question if self.echo else ""
-            choices += [self._choice(len(choices) + i, answer, before) for i, answer in enumerate(done.answers)]
+            choices += [self._choice(len(choices) + i, answer, one, before) for i, answer in enumerate(done.answers)]
         blends = [self.report.blend(done, one) for done, one in zip(ends, prepared, strict=True)]
         answers = [answer for done in ends for answer in done.answers]
         firsts = [done.answers[0] for done in ends]
@@ -51,8 +53,8 @@ class OpenAIResponse:
         }
 
     async def stream(self, events: AsyncIterator[Event], prepared: PreparedRequest) -> AsyncIterator[dict[str, Any]]:
-        """Yield the objects of a stream. The last choice has "blend". Log-probabilities come with the text that their
-        tokens complete."""
+        """Yield the objects of a stream. Each choice's last delta has its annotations, the last choice "blend".
+        Log-probabilities come with the text that their tokens complete."""
         begun: set[int] = set()
         tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         offsets: Counter[int] = Counter()
@@ -78,7 +80,8 @@ class OpenAIResponse:
                 last = len(event.answers) - 1
                 for i, answer in enumerate(event.answers):
                     extra = {"blend": self.report.blend(event, prepared)} if i == last else {}
-                    yield {**self._chunk(i, {}, logprobs(i), finish_reason(answer)), **extra}
+                    delta = self._annotations(answer, prepared)
+                    yield {**self._chunk(i, delta, logprobs(i), finish_reason(answer)), **extra}
                 if self.usage:
                     yield {
                         **self._head(self._streamed),
@@ -95,18 +98,24 @@ class OpenAIResponse:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
     def _chunk(
-        self, index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
         generated: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         choice = {"index": index, **generated, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head(self._streamed), "choices": [choice]}
 
-    def _choice(self, index: int, answer: Answer, before: str) -> dict[str, Any]:
+    def _annotations(self, answer: Answer, prepared: PreparedRequest) -> dict[str, Any]:
+        """Return a chat message's field for its sources, none without sources."""
+        found = annotations_of(answer, prepared.origins, self.page) if self.chat else []
+        return {"annotations": found} if found else {}
+
+    def _choice(self, index: int, answer: Answer, prepared: PreparedRequest, before: str) -> dict[str, Any]:
         """before: text to put before the answer."""
         generated: dict[str, Any] = {"text": before + answer.text}
         if self.chat:
             reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-            generated = {"message": {"role": "assistant", "content": answer.text, **reasoning}}
+            annotations = self._annotations(answer, prepared)
+            generated = {"message": {"role": "assistant", "content": answer.text, **reasoning, **annotations}}
         reported, first = [*answer.prompt_logprobs, *answer.logprobs], answer.prompt_ids[:1] if self.echo else []
         logprobs = self._logprobs(reported, first=first)
         return {"index": index, **generated, "logprobs": logprobs, "finish_reason": finish_reason(answer)}

@@ -40,7 +40,7 @@ async def chat(request: Request, state: ServerState) -> Response:
     sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     work = parse_chat(state, body, tenant_of(request), body.messages, sampling)
     parsed = await unless_disconnected(request, work)
-    builder = _response_builder(state, body, parsed)
+    builder = _response_builder(request, state, body, parsed)
     return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
 
 
@@ -58,16 +58,21 @@ async def completions(request: Request, state: ServerState) -> Response:
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
-    return await respond(request, state, _response_builder(state, body), parsed, EVENTS if body.stream else None)
+    return await respond(
+        request, state, _response_builder(request, state, body), parsed, EVENTS if body.stream else None
+    )
 
 
-def _response_builder(state: ServerState, body: AskBody, parsed: ParsedRequest | None = None) -> OpenAIResponse:
+def _response_builder(
+    request: Request, state: ServerState, body: AskBody, parsed: ParsedRequest | None = None
+) -> OpenAIResponse:
     """parsed: request of a chat, None for text completions."""
     echo, prompt_only = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
     return OpenAIResponse(
         parsed is not None,
         body.model or state.model,
         AnswerReport(state.engine.model.tokenizer, state.public, body.explain, parsed.passages if parsed else None),
+        str(request.base_url) if request.base_url.hostname else "http://localhost/",  # not a Unix socket's path
         usage=bool(body.stream_options and body.stream_options.include_usage),
         echo=echo,
         prompt_only=prompt_only,

@@ -4,7 +4,7 @@ import { fillComparison, showComparing } from "./comparison.js";
 import * as conversations from "./conversations.js";
 import { addFiles, count, showDocuments, watchDocuments } from "./documents.js";
 import { announce, at, button, el, plural } from "./dom.js";
-import { watchPassage } from "./passage.js";
+import { openLinked, watchPassage } from "./passage.js";
 import { checkSettings, chosen, openSettings, showSettings, watchSettings, watchTheme } from "./settings.js";
 import { showRunning, showTurn } from "./turn.js";
 
@@ -28,6 +28,7 @@ async function start() {
   at("forget-key").hidden = !hasKey();
   open(conversations.create());
   await showDocuments();
+  await openLinked();
 }
 
 /** Show nothing but the form for the key. */
@@ -242,6 +243,7 @@ at("help-close").addEventListener("click", () => at("help").close());
 at("uploads").addEventListener("change", () => { if (at("menu").checkVisibility()) openSide(true); });
 matchMedia("(max-width: 48rem)").addEventListener("change", () => openSide(false));
 at("documents").addEventListener("change", () => { if (at("empty")) showEmpty(); });
+addEventListener("hashchange", openLinked);
 addEventListener("keydown", (event) => {
   const control = event.ctrlKey || event.metaKey;
   if (at("app").hidden || at("passage").open || at("help").open) return;

@@ -23,14 +23,30 @@ export function openPassage(chunks, index) {
   return show(index);
 }
 
+/** Open the passage that the address names, as the annotations of answers do: #TITLE/CHUNK */
+export async function openLinked() {
+  const [, name, id] = location.hash.match(/^#(.*)\/([0-9a-f]+)#?$/) ?? []; // Open WebUI appends #:~:text=
+  if (!id) return;
+  let chunk;
+  try {
+    chunk = await get(`/v1/chunks/${id}`);
+  } catch (error) {
+    if (error.status === 401) return;
+    chunk = { id, title: error.message, text: "It was removed from the store, or belongs to another API key." };
+  }
+  openPassage([{ ...chunk, title: chunk.title || decodeURIComponent(name), pieces: [[chunk.text, ""]] }], 0);
+}
+
 async function show(index) {
   const own = ++request;
   shown = index;
   const chunk = sources[index];
   at("passage-title").textContent = `${index + 1}. ${titleOf(chunk)}`;
   at("passage-about").textContent = [
-    chunk.place, plural(chunk.tokens, "token"), `${chunk.recomputed} computed for this answer`, chunk.status,
+    chunk.place,
+    ...(chunk.status ? [plural(chunk.tokens, "token"), `${chunk.recomputed} computed for this answer`, chunk.status] : []),
   ].filter(Boolean).join(" · ");
+  at("passage").querySelector(".legend").hidden = !chunk.status; // no answer's: a link to the passage
   at("passage-previous").disabled = index === 0;
   at("passage-next").disabled = index === sources.length - 1;
   lay([passage(chunk, true)]); // the passage at once, the rest of its document when it is there
