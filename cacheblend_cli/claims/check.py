@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cacheblend_cli.claims.figures import Figure, codes, figures, numbers_in_words
 from cacheblend_cli.claims.folding import folded, words
@@ -23,7 +25,7 @@ class LookedUp:
     start: int  # in the answer
     end: int
     kind: ClaimKind
-    place: Place | None  # the first one, None if no text has it
+    place: Place | None  # None if no text has it; of several texts the one with most of the answer's claims
 
 
 def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
@@ -33,27 +35,29 @@ def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
     sum, a number of days) is in no text either. Takes linear time; what exceeds `passages.MAX_SEARCHED` is left out.
     """
     plain, passages = folded(answer), Passages(texts)
-    taken, found = bytearray(len(answer)), list[LookedUp]()
+    taken, found = bytearray(len(answer)), list[tuple[int, int, ClaimKind, list[Place]]]()
 
-    def add(start: int, end: int, kind: ClaimKind, place: Place | None) -> None:
-        if place is not None or not passages.is_spent:
+    def add(start: int, end: int, kind: ClaimKind, places: list[Place]) -> None:
+        if places or not passages.is_spent:
             taken[start:end] = b"\1" * (end - start)
-            found.append(LookedUp(answer[start:end], start, end, kind, place))
+            found.append((start, end, kind, places))
 
     for start, end in quotes(answer):
         if run := words(plain[start:end]):
             add(start, end, "quote", passages.wording(plain[start:end], [run]))
     for figure in _figures(plain):
         if not any(taken[figure.start : figure.end]):
-            place = passages.figure(figure, plain[figure.start : figure.end])
-            add(figure.start, figure.end, figure.kind, place)
+            places = passages.figure(figure, plain[figure.start : figure.end])
+            add(figure.start, figure.end, figure.kind, places)
     for name in names(answer):
         if any(taken[name.start : name.end]):
             continue
         if not name.is_first or passages.misspells(answer[name.start : name.end]):
-            place = passages.wording(plain[name.start : name.end], name.parts, name.begins)
-            add(name.start, name.end, "name", place)
-    return sorted(found, key=lambda claim: claim.start)
+            places = passages.wording(plain[name.start : name.end], name.parts, name.begins)
+            add(name.start, name.end, "name", places)
+    shared = Counter(place.passage for *_, places in found for place in places)
+    best = partial(max, key=lambda place: (shared[place.passage], -place.passage), default=None)
+    return [LookedUp(answer[start:end], start, end, kind, best(places)) for start, end, kind, places in sorted(found)]
 
 
 def _figures(text: str) -> Iterator[Figure]:

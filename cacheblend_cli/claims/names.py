@@ -11,7 +11,7 @@ from cacheblend_cli.claims.folding import folded, words
 
 _WORD = re.compile(r"[^\W\d_]++(?:['\u2019\-\u2011][^\W\d_]++)*+")
 _BEGINS = re.compile(r"[.!?:;…\n|>#*•(\[\"“„«`/]")
-_HEADING = re.compile(r"[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)")
+_HEADING = re.compile(r"[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)", re.MULTILINE)
 _LINKS = frozenset("of de la le du des del von van der den the di da".split())
 _COMMON = frozenset(
     "a an the this that these those it its he she they we you i my your his her their our in on at by for from to of with "
@@ -20,9 +20,9 @@ _COMMON = frozenset(
     "der die das ein eine im am mit nach von für herr frau le la les un une des du en dans pour avec m mme "
     "what who where which how why is are was were be been do does did can could will would shall should may might must".split()
 )
-_CAPITAL_NOUNS = (
-    0.25  # share of capitals among words within sentences, from which single capitals are no names (German)
-)
+_MOST_WORDS = 12  # of a name
+_GERMAN = frozenset("der das und ist nicht ein eine einen im mit für wird sind auf von zum zur".split())
+_SHARE = 0.1  # of these words, from which a text is German, whose nouns have capitals
 
 
 class Name(NamedTuple):
@@ -47,9 +47,8 @@ def names(text: str) -> list[Name]:
         return []
     gaps = [text[a.end() : b.start()] for a, b in pairwise(tokens)]
     begins = [True, *(bool(_BEGINS.search(gap)) for gap in gaps)]
-    within = [token for token, is_first in zip(tokens, begins, strict=True) if not is_first]
-    capitals = sum(token.group()[0].isupper() for token in within)
-    single = capitals < _CAPITAL_NOUNS * len(within) or len(within) < 8
+    german = [word for token in tokens if (word := token.group().lower()) in _GERMAN]
+    single = len(set(german)) < 2 or len(german) < _SHARE * len(tokens)
     out: list[Name] = []
     at = 0
     while at < len(tokens):
@@ -65,7 +64,7 @@ def names(text: str) -> list[Name]:
                 break
             end += step
         name = _name(text, tokens[at:end], begins[at])
-        if name is not None and (single or name.begins or sum(map(len, name.parts)) > 1):
+        if name is not None and (single or name.is_first or max(map(len, name.parts)) > 1):
             out.append(name)
         at = end
     return out
@@ -74,7 +73,7 @@ def names(text: str) -> list[Name]:
 def _name(text: str, run: Sequence[re.Match[str]], begins: bool) -> Name | None:
     while run and run[0].group().lower() in _COMMON:
         run, begins = run[1:], False
-    if not run or (len(run) == 1 and len(run[0].group()) == 1):
+    if not run or len(run) > _MOST_WORDS or (len(run) == 1 and len(run[0].group()) == 1):
         return None
     start, end = run[0].start(), run[-1].end()
     line = text.rfind("\n", 0, start) + 1

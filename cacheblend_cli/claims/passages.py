@@ -32,7 +32,8 @@ class Place(NamedTuple):
 
 
 class Passages:
-    """Texts in folded form. A look-up returns the first place, None if there is none."""
+    """Texts in folded form. A look-up returns places, at most one in each text, [] if there is none. What is in the
+    texts as written is found in all of them, the rest in the first."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         own, self._raw = [folded(text) for text in texts], _BETWEEN.join(texts)
@@ -45,31 +46,33 @@ class Passages:
         """Return whether MAX_SEARCHED characters were searched. What was not found since then may be there."""
         return self._left <= 0
 
-    def figure(self, figure: Figure, written: str) -> Place | None:
+    def figure(self, figure: Figure, written: str) -> list[Place]:
         """Look a figure up: as it is written in the answer, then by its value."""
-        if (found := self._written(written)) is not None:
+        if found := self._written(written):
             return found
         if figure.kind == "code":
             code, _, rest = written.rpartition("-")  # "TK-500-series"
-            return self._written(code) if code and rest.isalpha() else None
-        return self._valued(self._by_value, figure) or self._valued(self._in_words, figure)
+            return self._written(code) if code and rest.isalpha() else []
+        first = self._valued(self._by_value, figure) or self._valued(self._in_words, figure)
+        return [] if first is None else [first]
 
-    def _written(self, text: str) -> Place | None:
-        """Return the first place of a text that is no part of a longer word or figure."""
+    def _written(self, text: str) -> list[Place]:
+        """Look up a text that is no part of a longer word or figure."""
+        found = list[Place]()
         at, has_digits = -1, text[-1:].isdigit()
         if len(text) > _LONGEST:
-            return None
+            return found
         while (at := self._all.find(text, at + 1)) >= 0:
             before, end = self._all[at - 1 : at], at + len(text)
             inside = before.isalnum() or before == "_" or (text[0].isdigit() and before in _JOINS and before != "")
             if not inside and not (_GOES_ON if has_digits else _LETTERS).match(self._all, end):
-                self._left -= at
-                return self._place(at, end)
+                found.append(self._place(at, end))
+                at = self._starts[found[-1].passage + 1] - 1  # the next text
             self._left -= _STEP
             if self.is_spent:
-                return None
+                break
         self._left -= len(self._all)
-        return None
+        return found
 
     def _place(self, start: int, end: int) -> Place:
         passage = bisect_right(self._starts, start) - 1
@@ -109,13 +112,13 @@ class Passages:
 
     # names and quotations
 
-    def wording(self, written: str, parts: Sequence[Sequence[str]], begins: bool = False) -> Place | None:
+    def wording(self, written: str, parts: Sequence[Sequence[str]], begins: bool = False) -> list[Place]:
         """Look a text up by its words. parts: each is found on its own; begins: the first word may be no part of it, if
         the texts have it in lower case."""
-        if (found := self._written(written)) is not None:
+        if found := self._written(written):
             return found
         places = [self._part(part, begins and number == 0) for number, part in enumerate(parts)]
-        return None if None in places else places[0]
+        return [] if None in places else [place for place in places[:1] if place is not None]
 
     def _part(self, part: Sequence[str], begins: bool) -> Place | None:
         found = self._run(part, gap=1)
@@ -132,7 +135,7 @@ class Passages:
         """Return whether a word is in no text, and differs in one letter from a word that has its capital within a
         sentence."""
         low = folded(word)
-        return self._written(low) is None and any(_is_one_off(low, name) for name in self._capitals)
+        return not self._written(low) and any(_is_one_off(low, name) for name in self._capitals)
 
     @cached_property
     def _capitals(self) -> set[str]:

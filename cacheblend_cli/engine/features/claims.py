@@ -35,18 +35,20 @@ class Claims(Hook):
 
 def claims_of(runtime: Runtime, request: Request, text: str) -> list[Claim]:
     """Look the claims of an answer up in the request's chunks first, then in its question and earlier messages."""
-    decode, chunks = runtime.model.tokenizer.decode, request.chunks
-    texts = [chunk.text or decode(list(chunk.input.token_ids)) for chunk in chunks]
-    claims, is_free = list[Claim](), request.sampling.json_schema is None and request.sampling.regex is None
-    for part in check(text, [*texts, decode(list(request.suffix_ids))]):
-        found = part.place is not None
-        if part.kind == "quote" and not (found or is_free):  # the quotation marks of JSON
-            continue
-        claim = Claim(part.text, part.start, part.end, part.kind, found)
-        if part.place is not None and part.place.passage < len(chunks):
+    decode, claims = runtime.model.tokenizer.decode, list[Claim]()
+    parts = check(text, [chunk.text or decode(list(chunk.input.token_ids)) for chunk in request.chunks])
+    asked = set[tuple[int, int]]()
+    if any(part.place is None for part in parts):
+        messages = check(text, [decode(list(request.suffix_ids))])
+        asked = {(part.start, part.end) for part in messages if part.place is not None}
+    is_free = request.sampling.json_schema is None and request.sampling.regex is None
+    for part in parts:
+        claim = Claim(part.text, part.start, part.end, part.kind, found=(part.start, part.end) in asked)
+        if part.place is not None:
             number, start, _ = part.place
-            claim = replace(claim, chunk=number, place=_place(chunks[number], start))
-        claims.append(claim)
+            claim = replace(claim, found=True, chunk=number, place=_place(request.chunks[number], start))
+        if claim.found or is_free or claim.kind != "quote":  # JSON has quotation marks of its own
+            claims.append(claim)
     return claims
 
 

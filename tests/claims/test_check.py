@@ -1,0 +1,171 @@
+"""The check of claims: what of an answer is looked up, and what counts as found."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cacheblend_cli.claims.check import LookedUp, check
+from cacheblend_cli.claims.passages import Place
+
+TEXTS = [
+    "The fee is 45 euros per month. Mara Lindt leads billing since 3 March 2024; call +47 55 12 34 56 or write to "
+    "mara.lindt@example.org. The office is open from 9:00 to 17:30.",
+    "Invoice INV-2024-0031 over $1,234.50 was paid on 2024-11-27. The temper-\nature was -5 °C at noon. About "
+    "forty-five people came to Bergen by train.",
+]
+
+
+def looked_up(answer: str, *texts: str) -> dict[str, bool]:
+    """Return claim -> whether it was found."""
+    return {claim.text: claim.place is not None for claim in check(answer, texts or TEXTS)}
+
+
+def missing(answer: str, *texts: str) -> list[str]:
+    return [text for text, found in looked_up(answer, *texts).items() if not found]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "The fee is 45 euros.",
+        "The fee is €45 a month.",
+        "It costs 45.00 EUR.",
+        "Mara Lindt leads billing.",
+        "It is led by Lindt, Mara since March 3, 2024.",
+        "She has led it since 03.03.2024, so since March 2024.",
+        "Write to mara.lindt@example.org.",
+        "It opens at 9 am and closes at 5:30 pm.",
+        "It closes at 17.30 Uhr.",
+        "The invoice INV-2024-0031 was $1234.5, paid on 27 November 2024.",
+        "Am 27. November 2024 wurden 1.234,50 $ bezahlt.",
+        "Le 27 novembre 2024, 1 234,50 $.",
+        "2024年11月27日, 1234.50美元",
+        "At noon it was \N{MINUS SIGN}5 °C.",
+        "45 people came to Bergen.",
+        '"The temperature was" low.',
+        "The trains to Bergen; **Bergen's** people.",
+        "1. Bergen\n2. nothing else\n3) two ways",
+    ],
+)
+def test_what_the_texts_say_is_found(answer: str) -> None:
+    assert missing(answer) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("The fee is 54 euros.", "54 euros"),
+        ("The invoice was over 1234.50 euros.", "1234.50 euros"),
+        ("The fee is 45 million euros.", "45 million euros"),
+        ("The fee is 5 euros.", "5 euros"),
+        ("It was 5 °C at noon.", "5 °C"),
+        ("Mara Lind leads billing.", "Mara Lind"),
+        ("Maria Lindt leads billing.", "Maria Lindt"),
+        ("The team is led by Anna Lindt.", "Anna Lindt"),
+        ("They came to Bergan.", "Bergan"),
+        ("Bergan is far.", "Bergan"),  # the first word of a sentence, one letter from a name
+        ("Since 3 May 2024 she leads it.", "3 May 2024"),
+        ("Since 4 March 2024 she leads it.", "4 March 2024"),
+        ("Since March 2023 she leads it.", "March 2023"),
+        ("It closes at 5:30 am.", "5:30 am"),
+        ("It closes at 17:31.", "17:31"),
+        ("The invoice is INV-2024-0032.", "INV-2024-0032"),
+        ("Write to mara.lind@example.org.", "mara.lind@example.org"),
+        ("See https://example.org/fees.", "https://example.org/fees"),
+        ('"The fee was waived" in May.', "The fee was waived"),
+        ("About sixty-five people came.", "sixty-five"),
+        ("Es kostet 1.243,50 $.", "1.243,50 $"),
+        ("2024年11月28日", "2024年11月28日"),
+        ("At noon it was -5 percent.", "-5 percent"),
+    ],
+)
+def test_what_they_do_not_say_is_not(answer: str, expected: str) -> None:
+    assert expected in missing(answer)
+
+
+def test_a_figure_inside_another_is_not_found() -> None:
+    text = "Room 312 has 1,045 books, 3.5 m of shelves, v2.45, 45-50 chairs and code A45B."
+    assert missing("It has 45 books.", "Room 1,045 and 3.45 and 451.") == ["45"]
+    assert missing("It has 12 books and 35 shelves.", text) == ["12", "35"]
+    assert missing("45 chairs, 50 chairs.", text) == []
+
+
+def test_german_nouns_are_no_names() -> None:
+    text = "Die Kantine im Hafengebäude öffnet um 11:30 Uhr. Geleitet wird sie von Frau Petra Öztürk."
+    answer = "Die Öffnungszeit der Kantine im Gebäude am Hafen ist 11.30 Uhr, die Leitung hat Petra Öztürk."
+    assert missing(answer, text) == []
+    assert missing(answer.replace("Petra", "Peter").replace("11.30", "11.40"), text) == ["11.40 Uhr", "Peter Öztürk"]
+
+
+def test_names_of_several_words_and_titles() -> None:
+    text = "Dr. Ines Calvo of the University of Bergen met Jean-Luc de la Tour and O'Brien in New York."
+    assert (
+        missing("Ines Calvo, Jean-Luc de la Tour and O'Brien met in New York at the University of Bergen.", text) == []
+    )
+    assert missing("Ines Calva met O'Brian at the University of Oslo.", text) == [
+        "Ines Calva", "O'Brian", "University of Oslo",
+    ]  # fmt: skip
+
+
+def test_headings_and_labels_of_an_answer_are_no_names() -> None:
+    assert missing("# Summary Of Fees\n**Monthly Fee:** 45 euros\n\n**Final Answer**\n- Monthly Costs: 45 euros") == []
+
+
+def test_places() -> None:
+    found = {claim.text: (claim.kind, claim.place) for claim in check('To Bergen, 5:30 pm: "temperature was".', TEXTS)}
+    places = {
+        text: (kind, place.passage, TEXTS[place.passage][place.start : place.end])
+        for text, (kind, place) in found.items()
+    }
+    assert places["5:30 pm"] == ("time", 0, "17:30")
+    assert places["Bergen"] == ("name", 1, "Bergen")
+    assert found["temperature was"] == ("quote", Place(1, -1, -1))  # divided at the end of a line
+
+
+def test_of_several_texts_the_one_with_most_claims_is_named() -> None:
+    texts = ["Closed on Friday.", "Anna Berg is on call on Friday.", "Anna Berg is on call on Monday."]
+    claims = check("The call day of Anna Berg is Friday.", texts)
+    assert [(c.text, c.place and c.place.passage) for c in claims] == [("Anna Berg", 1), ("Friday", 1)]
+
+
+def test_claims_keep_their_place_in_the_answer() -> None:
+    answer = "😀 Der Preis: 54 Euro, „ganz neu“, für İnes Calvo."
+    for claim in check(answer, TEXTS):
+        assert answer[claim.start : claim.end] == claim.text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "1",
+        "1,",
+        "A b ",
+        "Ab ",
+        "\u202e1.2 ",
+        "-1",
+        '"a',
+        "1 000",
+        "x-",
+        "twenty-",
+        "http://",
+        "a@",
+        "1..",
+        "jan 1",
+        "A.B",
+        "a\n-",
+        "\0",
+    ],
+)
+def test_hostile_text_is_searched_within_bounds(piece: str) -> None:
+    answer, text = piece * (100_000 // len(piece)), piece * (300_000 // len(piece))
+    for claim in check(answer, [text, "x"]):
+        assert isinstance(claim, LookedUp)
+
+
+def test_what_is_left_after_the_budget_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_cli.claims.passages.MAX_SEARCHED", 1000)
+    numbers = random.Random(0).sample(range(10_000, 99_999), 200)
+    claims = check(" ".join(f"Code{n}." for n in numbers), ["word " * 100])
+    assert 0 < len(claims) < 20
