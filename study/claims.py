@@ -4,23 +4,32 @@
     python study/claims.py report FILE.jsonl ...
 
 `answers` asks the questions of a set in full and blended, and appends to FILE, which it can continue. `report` looks up
-the claims of these answers as they are, and with one digit, date or letter of a name changed, and writes
-study/results/claims.json and the tables of study/claims.md.
+the claims of these answers as they are, and with one digit, month or letter of a name changed; it writes
+study/results/claims.json, and prints the tables of study/claims.md and every answer with a mark, to be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
+import statistics
+import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from results import hardware
 from sets import filler, musique, needles, office, spellable_samples
 
 from cacheblend_cli import Engine
+from cacheblend_cli.claims.check import LookedUp, check
 from cacheblend_cli.evaluation.samples import Sample
+
+STUDY = Path(__file__).parent
 
 SETS = {
     "handbook": lambda data: spellable_samples(),
@@ -59,6 +68,141 @@ def answered(engine: Engine, sample: Sample) -> Iterator[dict[str, Any]]:
         yield {"mode": mode, "question": sample.question, "passages": texts, "answer": answer.text}
 
 
+# the check
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the figures of all files."""
+    records, languages = read(arguments.answers), read([STUDY / "claims_languages.jsonl"])
+    rows = {
+        "answers": [of_answers(name, own) for name, own in grouped(records, "set").items()],
+        "languages": [of_answers(name, own) for name, own in grouped(languages, "language").items()],
+        "changed": of_changed(records),
+        "differing": [of_differing(*pair) for pair in grouped(records, "set").items()],
+        "seconds": of_time(),
+    }
+    result = {"hardware": hardware(), **rows}
+    (STUDY / "results" / "claims.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(tables(result))
+    for record in records:
+        if marks := [claim.text for claim in looked_up(record) if claim.place is None]:
+            print(record["model"], record["set"], record["mode"], marks, "|", record["answer"])
+
+
+def grouped(records: list[dict[str, Any]], field: str) -> dict[str, list[dict[str, Any]]]:
+    return {name: [r for r in records if r[field] == name] for name in dict.fromkeys(r[field] for r in records)}
+
+
+def looked_up(record: dict[str, Any], answer: str | None = None) -> list[LookedUp]:
+    return check(record["answer"] if answer is None else answer, [*record["passages"], record["question"]])
+
+
+def of_answers(name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count claims and marks of unchanged answers, and marks of changed ones."""
+    claims = [claim for record in records for claim in looked_up(record)]
+    row: dict[str, Any] = {"set": name, "answers": len(records), "claims": len(claims)}
+    row["not_found"] = sum(claim.place is None for claim in claims)
+    for kind in ("figure", "name"):
+        changes = [change for record in records for change in changed(record, kind)]
+        row[kind] = [sum(is_marked(*change) for change in changes), len(changes)]
+    return row
+
+
+def of_changed(records: list[dict[str, Any]], count: int = 1000) -> dict[str, Any]:
+    """Count the marks among `count` answers with one change, drawn from all."""
+    changes = [(kind, *change) for kind in ("figure", "name") for r in records for change in changed(r, kind)]
+    drawn = random.Random(0).sample(changes, min(count, len(changes)))
+    marked = Counter(kind for kind, *change in drawn if is_marked(*change))
+    return {kind: [marked[kind], total] for kind, total in Counter(kind for kind, *_ in drawn).items()}
+
+
+MONTHS = "January February March April May June July August September October November December".split()
+
+
+def changed(record: dict[str, Any], kind: str) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yield (record, answer, place of the change) with a digit, a month or a letter of a name changed to what no text
+    of the prompt has."""
+    answer, texts = record["answer"], "\n".join([*record["passages"], record["question"]])
+    rng = random.Random(answer)
+    for found in re.finditer(r"\d+" if kind == "figure" else r"[^\W\d_]{4,}", answer):
+        word = found.group()
+        if kind == "figure":
+            at = rng.randrange(len(word))
+            other = word[:at] + rng.choice([d for d in "123456789" if d != word[at]]) + word[at + 1 :]
+        elif word in MONTHS:
+            other = rng.choice([month for month in MONTHS if month != word])
+        elif word[0].isupper() and re.search(rf"[^\W\d_] {word}\b", texts):  # a name within a sentence of the texts
+            at = rng.randrange(1, len(word))
+            other = word[:at] + rng.choice([c for c in "aeioulnrst" if c != word[at]]) + word[at + 1 :]
+        else:
+            continue
+        if not re.search(
+            rf"(?<![^\W_]){other}(?![^\W_])" if kind == "name" else rf"(?<![\d.,]){other}(?!\d|[.,]\d)", texts, re.I
+        ):
+            yield record, answer[: found.start()] + other + answer[found.end() :], found.start()
+
+
+def is_marked(record: dict[str, Any], answer: str, place: int) -> bool:
+    return any(c.place is None and c.start <= place < c.end for c in looked_up(record, answer))
+
+
+def of_differing(name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count the blended answers that differ from full prefill's in a claim, and those of them that are marked."""
+    pairs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for record in records:
+        pairs.setdefault((record["model"], record["number"]), {})[record["mode"]] = record
+    differing, marked, marked_others = 0, 0, 0
+    for pair in pairs.values():
+        ours, theirs = looked_up(pair["blended"]), looked_up(pair["full"])
+        differs = {c.text.lower() for c in ours} != {c.text.lower() for c in theirs}
+        is_unsupported = any(claim.place is None for claim in ours)
+        differing += differs
+        marked += differs and is_unsupported
+        marked_others += not differs and is_unsupported
+    return {"set": name, "pairs": len(pairs), "differing": differing, "marked": marked, "others_marked": marked_others}
+
+
+def of_time() -> dict[str, float]:
+    """Return the median seconds for an answer of 2,000 characters over 20 passages of 2,500: as written in them, and
+    with one figure that they lack."""
+    text = "".join(
+        (STUDY.parent / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("serve", "store", "speed")
+    )
+    passages, answer = [text[i * 2500 : (i + 1) * 2500] for i in range(20)], text[3000:5000]
+    found = {}
+    for name, asked in (("as written", answer), ("one figure missing", answer + " It has 987654 rows.")):
+        times = []
+        for _ in range(21):
+            start = time.perf_counter()
+            check(asked, passages)
+            times.append(time.perf_counter() - start)
+        found[name] = statistics.median(times)
+    return found
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Return the tables of study/claims.md."""
+    lines = [
+        "| set | answers | claims | not in the texts | changed figures marked | changed names marked |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["answers"] + result["languages"]:
+        figures, names = (f"{marked} of {total}" for marked, total in (row["figure"], row["name"]))
+        lines.append(
+            f"| {row['set']} | {row['answers']} | {row['claims']} | {row['not_found']} | {figures} | {names} |"
+        )
+    lines += [
+        "",
+        "| set | pairs | blended differs in a claim | of these marked | others marked |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["differing"]:
+        lines.append("| " + " | ".join(str(value) for value in row.values()) + " |")
+    drawn = ", ".join(f"{kind}: {marked} of {total}" for kind, (marked, total) in result["changed"].items())
+    seconds = ", ".join(f"{name}: {value * 1000:.1f} ms" for name, value in result["seconds"].items())
+    return "\n".join([*lines, "", f"1,000 changed answers: {drawn}", seconds, ""])
+
+
 def read(paths: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -74,6 +218,9 @@ def main() -> None:
     asking.add_argument("--questions", type=int)
     asking.add_argument("--threads", type=int, default=2)
     asking.set_defaults(run=ask)
+    reporting = commands.add_parser("report")
+    reporting.add_argument("answers", type=Path, nargs="+")
+    reporting.set_defaults(run=report)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cacheblend_cli.claims.figures import Figure, codes, figures, numbers_in_words
+from cacheblend_cli.claims.figures import OTHER, Figure, codes, figures, numbers_in_words
 from cacheblend_cli.claims.folding import folded, words
 from cacheblend_cli.claims.names import names
 from cacheblend_cli.claims.passages import Passages, Place
@@ -52,7 +52,7 @@ def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
     for name in names(answer):
         if any(taken[name.start : name.end]):
             continue
-        if not name.is_first or passages.misspells(answer[name.start : name.end]):
+        if not name.is_doubtful or passages.misspells(answer[name.start : name.end]):
             places = passages.wording(plain[name.start : name.end], name.parts, name.begins)
             add(name.start, name.end, "name", places)
     shared = Counter(place.passage for *_, places in found for place in places)
@@ -76,6 +76,10 @@ def _is_numbering(text: str, figure: Figure) -> bool:
 
 def _is_small_word(text: str, figure: Figure) -> bool:
     """Return whether a figure is a word for a small number, without a unit."""
-    if figure.kind != "number" or figure.unit or text[figure.start : figure.end].strip("-+ ")[:1].isdigit():
+    if (
+        figure.kind != "number"
+        or figure.unit not in ("", OTHER)
+        or text[figure.start : figure.end].strip("-+ ")[:1].isdigit()
+    ):
         return False
     return any(len(value) < 3 and value.isdigit() and int(value) <= _WORDS_THAT_COUNT for value in figure.values)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from cacheblend_cli.claims.folding import CJK
+
 Kind = Literal["number", "date", "time", "code", "address"]
 
 
@@ -47,7 +49,7 @@ _MONTHS = {
 _UNITS = {
     form: unit
     for unit, forms in {
-        "%": "% percent per-cent prozent pourcent",
+        "%": "% percent prozent pourcent",
         "eur": "€ eur euro euros", "usd": "$ usd dollar dollars", "gbp": "£ gbp pound pounds", "chf": "chf franken", "yen": "¥ yen jpy",
         "nok": "nok kr kroner", "s": "s sec second seconds sekunde sekunden seconde secondes", "min": "min mins minute minutes minuten",
         "h": "h hr hrs hour hours stunde stunden heure heures", "day": "day days tag tage tagen jour jours",
@@ -59,7 +61,12 @@ _UNITS = {
         "kwh": "kwh", "v": "v volt volts", "c": "°c ℃", "f": "°f ℉",
     }.items()
     for form in forms.split()
-}  # fmt: skip
+} | {"per cent": "%", "pour cent": "%"}  # fmt: skip
+OTHER = "?"
+_NO_UNITS = frozenset(
+    "a an per each every to and or of in on at by for from is was are were the than with bis und oder pro je von im am der die das "
+    "à et ou de par en au le la les est sont a y o e en por de".split()
+)  # words after a number that are no unit, but may be before one
 POWERS = {
     "hundred": 2, "thousand": 3, "k": 3, "tausend": 3, "mille": 3, "million": 6, "millions": 6, "mio": 6, "millionen": 6, "m": 6,
     "billion": 9, "billions": 9, "bn": 9, "milliarde": 9, "milliarden": 9, "milliard": 9, "milliards": 9, "mrd": 9, "万": 4, "亿": 8,
@@ -76,8 +83,8 @@ _TENS = {
 }
 _MONTH = "|".join(sorted(_MONTHS, key=len, reverse=True))
 _SMALL = "|".join(sorted([*_ONES, *_TENS, "hundred"], key=len, reverse=True))
-_LETTER = r"[^\W\d_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
-_MARK = r"(?:(?<!\w)|(?<=[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"  # before a figure: no letter or digit
+_LETTER = rf"[^\W\d_{CJK}]"
+_MARK = rf"(?:(?<!\w)|(?<=[{CJK}]))"  # before a figure: no letter or digit
 _PATTERN = re.compile(
     rf"""(?P<address>(?:https?://|www\.)[^\s<>"'()\[\]{{}}|\\^`]++|[\w.+-]{{1,64}}+@[\w-]{{1,63}}+(?:\.[\w-]{{1,63}}+)++)
     |{_MARK}(?P<ymd>\d{{4}}(?P<sep>[-/.])\d{{1,2}}(?P=sep)\d{{1,2}}(?![\d\w]))
@@ -87,17 +94,18 @@ _PATTERN = re.compile(
     |{_MARK}(?P<md>(?P<m2>{_MONTH})\b\.?[ ]{{1,2}}(?P<d2>\d{{1,2}})(?:st|nd|rd|th)?(?![\d\w:.]\d|\w)(?:,?[ ]{{1,2}}(?P<y2>\d{{4}})\b)?)
     |{_MARK}(?P<my>(?P<m3>{_MONTH})\b\.?,?[ ]{{1,2}}(?P<y3>\d{{4}})\b)
     |{_MARK}(?P<time>(?P<hour>\d{{1,2}})(?:(?::|h|[ ]h[ ])(?P<minute>\d{{2}})(?::\d{{2}})?(?!\d)(?:[ ]?(?P<half>[ap])(?:\.m\.|m\b))?
-        |[ ]?(?P<half2>[ap])(?:\.m\.|m\b)|(?:\.(?P<minute2>\d{{2}}))?[ ]uhr\b|[ ]?[点點时時](?:(?P<minute3>\d{{1,2}})分)?))
-    |(?P<number>(?:(?<![\w)])[-+])?(?:(?P<before>[€$£¥])[ ]?)?(?<!\w)(?P<digits>\d++(?:[.,']\d++)*+(?:[ ]\d{{3}}(?!\d))*+(?:[.,]\d++)?+)
-        (?:st|nd|rd|th)?+(?:-?[ ]?(?P<after>per[ ]cent|[%€$£¥℃℉万亿]|°[cf]|{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>[%€$£¥]|{_LETTER}{{1,12}}+)))?)
+        |[ ]?(?P<half2>[ap])(?:\.m\.|m\b)|(?:\.(?P<minute2>\d{{2}}))?(?:[ ]uhr\b|(?=[ ](?:bis|und|-)[ ]\d{{1,2}}(?:\.\d{{2}})?[ ]uhr\b))|[ ]?[点點时時](?:(?P<minute3>\d{{1,2}})分)?))
+    |(?P<number>(?:(?:(?<![\w)])|(?<=[{CJK}]))[-+])?(?:(?P<before>[€$£¥])[ ]?)?{_MARK}(?P<digits>\d++(?:[.,']\d++)*+(?:[ ]\d{{3}}(?!\d))*+(?:[.,]\d++)?+)
+        (?:st|nd|rd|th)?+(?:-?[ ]?(?P<after>(?:per|pour)[ ]cent|[%€$£¥℃℉万亿]|°[cf]|{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>[%€$£¥]|{_LETTER}{{1,12}}+)))?)
     """,
     re.VERBOSE,
 )
 _IN_WORDS = re.compile(
-    rf"\b(?P<word>(?:{_SMALL})(?:[- ](?:and )?(?:{_SMALL}))*+)\b(?:[- ](?P<unit>{_LETTER}{{1,12}}+))?+"
+    rf"\b(?P<word>(?:{_SMALL})(?:[- ](?:and )?(?:{_SMALL}))*+)\b(?:[- ](?P<unit>{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>{_LETTER}{{1,12}}+)))?"
 )
 _CODE = re.compile(r"(?<!\w)\w++(?:[-_/.:#]\w++)*+")
 _DIGITS = re.compile(r"\d++")
+_HOURS = re.compile(r"\d{1,2}h(?:\d{2})?")  # 11h30
 _ADDRESSES = re.compile(r"://|www\.|@")
 _BEFORE, _AFTER = 24, 48  # characters around digits that may belong to their figure
 
@@ -136,8 +144,8 @@ def numbers_in_words(text: str) -> Iterator[Figure]:
     for found in _IN_WORDS.finditer(text):
         value = _value_of_words(found["word"])
         if value is not None:
-            unit = _UNITS.get(found["unit"] or "", "")
-            end = found.end() if unit else found.end("word")
+            unit = _unit_behind(found["unit"] or "", found["more"] or "")
+            end = found.end("unit") if found["unit"] in _UNITS else found.end("word")
             yield Figure(found.start(), end, "number", frozenset({value}), unit)
 
 
@@ -152,7 +160,7 @@ def codes(text: str) -> Iterator[Figure]:
 def _is_code(text: str) -> bool:
     if "_" in text.strip("_"):
         return True
-    if not _DIGITS.search(text) or not text.isascii():
+    if not _DIGITS.search(text) or not text.isascii() or _HOURS.fullmatch(text):
         return False
     changes = sum(a.isalpha() != b.isalpha() for a, b in pairwise(text) if (a + b).isalnum())
     return text[0].isalpha() if changes < 2 or "/" in text else True
@@ -172,18 +180,27 @@ def _number(found: re.Match[str]) -> Figure:
     g, end = found.group, found.end("digits")
     after, more = g("after") or "", g("more") or ""
     keys = _values(g("digits"))
-    unit = _UNITS.get(g("before") or "", "")
+    unit = _UNITS.get(g("before") or "", "") or _unit_behind(after, more)
     if after in POWERS:
         keys = (keys if after in _UNITS else frozenset()) | {_shifted(key, POWERS[after]) for key in keys}
-        unit, end = unit or _UNITS.get(more, ""), found.end("more" if more in _UNITS else "after")
-    elif after in _UNITS or after == "per cent":
-        unit, end = unit or _UNITS.get(after, "%"), found.end("after")
+        end = found.end("more" if more in _UNITS else "after")
+    elif after in _UNITS:
+        end = found.end("after")
     elif after and found.end("digits") == found.start("after"):  # 45B, 12th and the like
         return Figure(found.start("digits"), found.end("after"), "code", frozenset({g("digits") + after}))
     if g()[0] == "-":
         at_line_start = not found.string[max(0, found.start() - 8) : found.start()].rpartition("\n")[2].strip()
         keys = frozenset("-" + key for key in keys) | (keys if at_line_start else frozenset())  # or it marks an item
     return Figure(found.start(), end, "number", keys, unit)
+
+
+def _unit_behind(after: str, more: str) -> str:
+    """Return the unit of a number from the words behind it: "" if there is none, OTHER for a unit that is not known."""
+    if after in _UNITS and after not in POWERS:
+        return _UNITS[after]
+    if not after or after in _NO_UNITS:
+        return ""
+    return _UNITS.get(more, "" if after in POWERS else OTHER)
 
 
 def _values(digits: str) -> frozenset[str]:
@@ -238,6 +255,7 @@ def _time(found: re.Match[str]) -> Iterator[Figure]:
     g = found.group
     hour, minute = int(g("hour")), int(g("minute") or g("minute2") or g("minute3") or 0)
     if hour > 24 or minute > 59:
+        yield Figure(*found.span(), "time", frozenset({g()}))  # found only as it is written
         return
     half = g("half") or g("half2")
     hours = {hour % 12 + 12 * (half == "p")} if half else {hour % 24} | ({hour % 12 + 12} if hour <= 12 else set())
@@ -265,5 +283,4 @@ def _date(found: re.Match[str]) -> Iterator[Figure]:
         for year, month, day in dates
         if (not month or 0 < int(month) < 13) and (not day or 0 < int(day) < 32)
     }
-    if keys:
-        yield Figure(*found.span(), "date", frozenset(keys))
+    yield Figure(*found.span(), "date", frozenset(keys))

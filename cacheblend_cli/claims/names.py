@@ -17,31 +17,30 @@ _COMMON = frozenset(
     "a an the this that these those it its he she they we you i my your his her their our in on at by for from to of with "
     "without as if when while after before since until during because although though however also and or but so then thus "
     "there here no not yes all any each every both some most many few other only please note mr mrs ms dr prof sir "
-    "der die das ein eine im am mit nach von für herr frau le la les un une des du en dans pour avec m mme "
+    "der die das ein eine einen einem einer im am mit nach von für herr frau le la les un une des du en dans pour avec m mme "
     "what who where which how why is are was were be been do does did can could will would shall should may might must".split()
 )
 _MOST_WORDS = 12  # of a name
-_GERMAN = frozenset("der das und ist nicht ein eine einen im mit für wird sind auf von zum zur".split())
+_GERMAN = frozenset(
+    "der das dem und ist hat nicht ein eine einen im mit für wird wurde sind haben bei aus auf von sich zum zur".split()
+)
+_TITLED = re.compile(r"\b(?:Frau|Herrn?|Mrs?|Ms|Dr|Prof|Sir|Madame|Monsieur|Mme|M)\.? $")
 _SHARE = 0.1  # of these words, from which a text is German, whose nouns have capitals
 
 
 class Name(NamedTuple):
     """A run of words with capitals. parts: its folded words, divided at words like "of"; begins: the first one begins a
-    sentence, which may be the reason for its capital."""
+    sentence, which may be the reason for its capital; is_doubtful: a single word that may be none."""
 
     start: int
     end: int
     parts: tuple[tuple[str, ...], ...]
     begins: bool
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether it is a single word at the beginning of a sentence, which is a name only by chance."""
-        return self.begins and len(self.parts) == len(self.parts[0]) == 1
+    is_doubtful: bool
 
 
 def names(text: str) -> list[Name]:
-    """Return names in the text, and single words at the beginning of a sentence, which may be some."""
+    """Return names in the text, and doubtful ones: words at the beginning of a sentence, and German nouns."""
     tokens = list(_WORD.finditer(text))
     if not tokens:
         return []
@@ -63,14 +62,13 @@ def names(text: str) -> list[Name]:
             if not tokens[end + step - 1].group()[0].isupper():
                 break
             end += step
-        name = _name(text, tokens[at:end], begins[at])
-        if name is not None and (single or name.is_first or max(map(len, name.parts)) > 1):
+        if (name := _name(text, tokens[at:end], begins[at], single)) is not None:
             out.append(name)
         at = end
     return out
 
 
-def _name(text: str, run: Sequence[re.Match[str]], begins: bool) -> Name | None:
+def _name(text: str, run: Sequence[re.Match[str]], begins: bool, single: bool) -> Name | None:
     while run and run[0].group().lower() in _COMMON:
         run, begins = run[1:], False
     if not run or len(run) > _MOST_WORDS or (len(run) == 1 and len(run[0].group()) == 1):
@@ -85,4 +83,6 @@ def _name(text: str, run: Sequence[re.Match[str]], begins: bool) -> Name | None:
             parts.append(())
         else:
             parts[-1] += tuple(words(folded(token.group()).removesuffix("'s")))
-    return Name(start, end, tuple(part for part in parts if part), begins)
+    parts = [part for part in parts if part]
+    is_doubtful = max(map(len, parts)) == 1 and (begins if single and len(parts) == 1 else not single)
+    return Name(start, end, tuple(parts), begins, is_doubtful and not _TITLED.search(text, max(0, start - 8), start))

@@ -9,18 +9,18 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from cacheblend_cli.claims.figures import POWERS, Figure, figures, numbers_in_words
-from cacheblend_cli.claims.folding import folded, words
+from cacheblend_cli.claims.figures import OTHER, POWERS, Figure, figures, numbers_in_words
+from cacheblend_cli.claims.folding import CJK, folded, is_cjk, unaccented, words
 
 MAX_SEARCHED = 100_000_000
 """Characters that may be searched for the claims of one answer. The claims that are left are not reported."""
 _BETWEEN = "\n\0\n"
 _LONGEST = 400  # characters to look up as written
 _STEP = 256  # what a place that does not count costs, in characters searched
-_LETTERS = re.compile(r"\w")
+_LETTER = re.compile(rf"(?![{CJK}])\w")
 _CAPITAL = re.compile(r"(?<=[^\W\d_] )[A-Z][^\W\d_]{3,40}+")
 _JOINS = frozenset(".,:'/+-")  # beside a digit they may belong to its figure
-_GOES_ON = re.compile(rf"\w|[.,:'/-]\d| ?(?:{'|'.join(map(re.escape, POWERS))})\b")
+_GOES_ON = re.compile(rf"(?![{CJK}])\w|[.,:'/-]\d| ?(?:{'|'.join(map(re.escape, POWERS))})\b")
 
 
 class Place(NamedTuple):
@@ -59,13 +59,15 @@ class Passages:
     def _written(self, text: str) -> list[Place]:
         """Look up a text that is no part of a longer word or figure."""
         found = list[Place]()
-        at, has_digits = -1, text[-1:].isdigit()
+        at, has_digits, ends_in_cjk = -1, text[-1:].isdigit(), is_cjk(text[-1:])
         if len(text) > _LONGEST:
             return found
         while (at := self._all.find(text, at + 1)) >= 0:
             before, end = self._all[at - 1 : at], at + len(text)
-            inside = before.isalnum() or before == "_" or (text[0].isdigit() and before in _JOINS and before != "")
-            if not inside and not (_GOES_ON if has_digits else _LETTERS).match(self._all, end):
+            inside = (
+                (_LETTER.match(before) and not is_cjk(text[0])) or (text[0].isdigit() and before in _JOINS and before)
+            )
+            if not inside and (ends_in_cjk or not (_GOES_ON if has_digits else _LETTER).match(self._all, end)):
                 found.append(self._place(at, end))
                 at = self._starts[found[-1].passage + 1] - 1  # the next text
             self._left -= _STEP
@@ -100,7 +102,8 @@ class Passages:
     def _valued(self, known: dict[str, dict[str, Place]], figure: Figure) -> Place | None:
         for value in figure.values:
             units = known.get(f"{figure.kind}:{value}") or (self._dated(value) if figure.kind == "date" else {})
-            places = [place for unit, place in units.items() if not figure.unit or unit in ("", figure.unit)]
+            any_unit = figure.unit in ("", OTHER)
+            places = [place for unit, place in units.items() if any_unit or unit in ("", figure.unit)]
             if places:
                 return min(places)
         return None
@@ -135,7 +138,9 @@ class Passages:
         """Return whether a word is in no text, and differs in one letter from a word that has its capital within a
         sentence."""
         low = folded(word)
-        return not self._written(low) and any(_is_one_off(low, name) for name in self._capitals)
+        if self._written(low):
+            return False
+        return any(_is_one_off(low, name) and unaccented(low) != unaccented(name) for name in self._capitals)
 
     @cached_property
     def _capitals(self) -> set[str]:
@@ -165,12 +170,10 @@ class Passages:
 
 
 def _is_one_off(a: str, b: str) -> bool:
-    """Return whether one letter is changed, added or missing; not a final "s"."""
+    """Return whether one letter is changed, added or missing. The last one may be an inflection's."""
     a, b = sorted((a, b), key=len)
-    if a == b or len(b) - len(a) > 1 or b == f"{a}s":
-        return False
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    return a[same + (len(a) == len(b)) :] == b[same + 1 :]
+    return same < len(a) - 1 and len(b) - len(a) < 2 and a[same + (len(a) == len(b)) :] == b[same + 1 :]
 
 
 def _values(figure: Figure, text: str) -> Iterator[str]:
