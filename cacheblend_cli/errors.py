@@ -71,6 +71,10 @@ class NothingFound(NotFoundError):
     """A search found no chunk."""
 
 
+class UnsupportedClaims(NotFoundError):
+    """An answer has claims that are not in its sources, and is refused."""
+
+
 class StoreFault(CacheBlendError):
     """The store is corrupt, full, locked, in a wrong format, or out of disk space."""
 

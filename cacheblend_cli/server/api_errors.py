@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from cacheblend_cli.errors import ExitCode, PromptTooLong, QueueFull
+from cacheblend_cli.errors import ExitCode, PromptTooLong, QueueFull, UnsupportedClaims
 from cacheblend_cli.settings import GROUPS, grouped
 
 _STATUS = {ExitCode.USAGE: 400, ExitCode.NOT_FOUND: 404, ExitCode.STORE: 503, ExitCode.DEVICE: 503}
+_CODES = {PromptTooLong: "context_length_exceeded", UnsupportedClaims: "unsupported_claims"}
 _MESSAGES = {
     ExitCode.STORE: "the store cannot be used; see the server's log",
     ExitCode.INTERNAL: "internal server error; see the server's log",
@@ -76,7 +77,7 @@ def as_api_error(error: Exception) -> ApiError:
         hint, _ = in_fields(getattr(error, "hint", None) or "")
         if hint and "--" not in hint and "cacheblend " not in hint:  # a client cannot run commands
             message += f" ({hint})"
-    kind = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    kind = next((name for known, name in _CODES.items() if isinstance(error, known)), None)
     return ApiError(status, message, code=kind, param=param)
 
 

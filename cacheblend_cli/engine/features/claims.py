@@ -9,7 +9,7 @@ from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import UnsupportedClaims
 from cacheblend_cli.types import Answer, Claim, unsupported_line
 
 
@@ -25,10 +25,10 @@ class Claims(Hook):
         self.holds_back = self._refuses
 
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
-        """Raises NotFoundError for an answer with unsupported claims, if these are refused."""
+        """Raises UnsupportedClaims if the answer has some and these are refused."""
         answer.claims = claims_of(self._runtime, report.request, answer.text)
         if self._refuses and (line := unsupported_line(answer.claims)):
-            raise NotFoundError(
+            raise UnsupportedClaims(
                 f"the answer is withheld: {line}", "show it with --on-unsupported answer, or ask in other words"
             )
 
