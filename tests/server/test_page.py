@@ -135,6 +135,19 @@ def test_a_wrong_answer_is_shown_beside_a_full_prefills(page: Page) -> None:
     assert text_of(page, ".comparison mark") == "45 euros a month.|54 euros a year."
 
 
+def test_claims_open_their_passage_or_are_underlined(page: Page) -> None:
+    text = "🦜 Mara keeps 4 parrots in Bergen, says Jonas Borg. Mara does."
+    answering(page, text, text)
+    ask(page)
+    assert text_of(page, ".answer > .said") == text
+    assert text_of(page, ".claim.missing") == "4|Jonas Borg"
+    assert text_of(page, ".answer > .note") == "Not in the sources: 4, Jonas Borg"
+    assert text_of(page, "button.claim") == "Bergen"  # found
+    click(page, "button.claim")
+    page.until("document.querySelectorAll('#passage-text .current').length")
+    assert "Bergen" in text_of(page, "#passage-text .current")
+
+
 def test_the_same_answer_is_said_to_be_the_same(page: Page) -> None:
     answering(page, "The price is 45 euros.", "The price is 45 euros.")
     ask(page)
