@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_kernels import LayerCache
@@ -15,9 +14,6 @@ from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from cacheblend_cli.kv.layer_graphs import LayerGraphs
 
 
 class KVPool(BlockSpace):
@@ -52,7 +48,7 @@ class KVPool(BlockSpace):
         self._own = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
         self.layers = [self._own[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
         self.allocator = BlockAllocator(num_blocks)
-        self.layer_graphs: LayerGraphs | None = None  # of prefills over this pool
+        self.layer_graphs: object = None  # `forward.LayerRunner` of prefills over this pool, or None
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:

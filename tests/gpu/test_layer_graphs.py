@@ -36,7 +36,7 @@ class Bench:
 
     @property
     def graphs(self) -> LayerGraphs:
-        assert self.pool.layer_graphs is not None
+        assert isinstance(self.pool.layer_graphs, LayerGraphs)
         return self.pool.layer_graphs
 
     def rows(self, sequence: PagedSequence, num_rows: int) -> Rows:

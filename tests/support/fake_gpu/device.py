@@ -361,5 +361,5 @@ class FakeGpu:
                 self._thread.graph = None
         journal.undo()
         graph.is_captured = True
-        for other in self.streams:  # the work did not run: no stream has to wait for it
+        for other in (self.current_stream(), self.default_stream):  # the work did not run: they need not wait for it
             merge(other.clock, stream.clock)
