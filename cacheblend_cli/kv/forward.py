@@ -7,6 +7,7 @@ results. A pass can pause between two layers (`layer_by_layer`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -49,7 +50,8 @@ class LayerStep:
 
 class Steps:
     """Steps of a pass: every row at every layer, as in a full prefill or a decode step. Every method is called once per
-    layer; subclasses override the rows of a layer, or observe its results."""
+    layer; subclasses override the rows of a layer, or observe its results. Tensors are valid until the method
+    returns."""
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         """Return the rows of this layer. Called when the layer begins; may wait for the layer's stored KV."""
@@ -78,6 +80,34 @@ class KVOnly(Steps):
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         return LayerStep(next_rows=self._none if layer.index == self._last else None)
+
+
+class Activations:
+    """Results of a layer that the next one takes. In the buffers of `LayerGraphs` they are shared: another pass that
+    needs the buffers moves them out."""
+
+    def __init__(self, delta: Tensor, residual: Tensor | None = None) -> None:
+        self.put(delta, residual)
+
+    def put(self, delta: Tensor, residual: Tensor | None, shared: bool = False) -> None:
+        """delta, residual: see `Hidden`; residual is None before the first layer."""
+        self._held, self.shared = [(delta, residual)], shared
+
+    def take(self) -> tuple[Tensor, Tensor | None]:
+        """Return delta and residual, copied if they are shared, and hold them no longer."""
+        delta, residual = self._held.pop()
+        if not self.shared:
+            return delta, residual
+        self.shared = False
+        return delta.clone(), None if residual is None else residual.clone()
+
+
+class LayerRunner(ABC):
+    """Another way to compute layers than kernel by kernel. A pool may have one for its prefills."""
+
+    @abstractmethod
+    def run(self, layer: DecoderLayer, between: Activations, rows: Rows, step: LayerStep, steps: Steps) -> bool:
+        """Compute a layer: call `steps`, and put its results. Returns False, and does nothing, if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +147,17 @@ def finish(run: Generator[Any, None, T]) -> T:
 def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps) -> Pass[Hidden | None]:
     """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. Returns None if a step
     ended the pass. Pauses after every layer but the last, so that other sequences can be computed meanwhile."""
-    delta, residual, num_rows = decoder.embed(token_ids), None, 0
-    rows = replace(rows, token_ids=token_ids)
+    runner, num_rows = rows.pool.layer_graphs, 0
+    rows, between = replace(rows, token_ids=token_ids), Activations(decoder.embed(token_ids))
     for layer in decoder.layers:
-        if residual is not None:
+        if layer is not decoder.layers[0]:
             yield num_rows
         step, num_rows = steps.at(layer), len(rows)
+        if isinstance(runner, LayerRunner) and runner.run(layer, between, rows, step, steps):
+            continue
         with decoding(rows.decode):
-            h, residual = decoder.input_norm(layer, delta, residual)
-            del delta  # free tensors before attention and MLP: activations are most of a pass's memory
+            # no name holds delta: tensors are freed before attention and MLP, activations are most of a pass's memory
+            h, residual = decoder.input_norm(layer, *between.take())
             q, rows, residual = _project(layer, h, residual, rows, step, steps)
             del h
             if q is None:
@@ -136,10 +168,11 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
             output = attend(layer, q, rows)
             del q
             steps.attended(layer, output)
-            delta, residual = layer.finish(output, residual, rows.token_ids)
-            del output
-    assert residual is not None
-    return Hidden(delta, residual, rows.decode)
+            between.put(*layer.finish(output, residual, rows.token_ids))
+            del output, residual
+    delta, last = between.take()
+    assert last is not None
+    return Hidden(delta, last, rows.decode)
 
 
 def _project(

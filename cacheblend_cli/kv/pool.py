@@ -48,6 +48,7 @@ class KVPool(BlockSpace):
         self._own = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
         self.layers = [self._own[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
         self.allocator = BlockAllocator(num_blocks)
+        self.layer_graphs: object = None  # `forward.LayerRunner` of prefills over this pool, or None
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,10 @@ def gpu() -> Iterator[FakeGpu]:
         compute_with_torch(gpu, patch, TritonBackend)
         patch.setattr(memory, "PROFILE_ROWS", (64, 32))
         gpu.total = 1 << 34
-        yield gpu
+        try:
+            yield gpu
+        finally:
+            gc.unfreeze()
 
 
 def profiled(run: Any) -> dict[str, Any]:
@@ -52,6 +56,7 @@ def test_a_part_runs_on_a_device(
     code = run_step(Context(step, torch.device("cuda", 0), True, tmp_path, log, Budget(600)))
     lines = log.lines()
     assert code == 0
+    assert gc.get_freeze_count() > 0
     assert [line for line in lines if line["event"] in ("fault", "skipped")] == []
     rows = [line["row"] for line in lines if line["event"] == "row"]
     assert [row for row in rows if "message" in row or not row.get("ok", True)] == []

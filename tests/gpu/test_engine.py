@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from cacheblend_cli.blend.policy import row_tile_of
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 ALLOWED_WAITS = {"layers": 0, "decode": 0}
-"""Phase -> synchronisations and pageable copies of two questions."""
+"""Phase -> synchronisations and pageable copies of the questions."""
+NUM_ANSWERS = 3
+"""The second captures the graphs of its layers, the third replays them."""
 EXPERTS = ("cacheblend_cli/model/experts.py",)  # reads the experts' row counts on the host
 LATENT = ("kernels/cacheblend_kernels/torch_", "cacheblend_cli/blend/corrections.py", *EXPERTS)  # no Triton kernels
 
@@ -76,8 +79,9 @@ def test_answers_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
             engine = setup.engine("cuda")
             ask = case.question(setup.precompute(engine, store))
             engine.runtime.memory()
+            assert gc.get_freeze_count() > 0, "the garbage collector searches what lasts"
             gpu.counts.clear()
-            answers = [engine.run_alone(store, ask) for _ in range(2)]
+            answers = [engine.run_alone(store, ask) for _ in range(NUM_ANSWERS)]
             assert not gpu.errors
             check_waits(gpu, ALLOWED_WAITS, case.waiting)
         with row_tile(case.tile):

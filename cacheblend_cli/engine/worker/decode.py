@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import Steps, forward
+from cacheblend_cli.kv.layer_graphs import LEAST_KV_BUCKET, LayerGraphs, bucket
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
@@ -22,7 +23,6 @@ from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.rope import rows_of_tables
 
 CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengths on the host
-LEAST_KV_BUCKET = 1024
 
 CaptureGraph = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a function over static tensors, and returns one that repeats it."""
@@ -92,7 +92,7 @@ class GraphRunner:
         self._decoder, self._pool = decoder, pool
         self._capture = capture or cuda_capture
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
-        self._spare = pool.allocator.allocate(1)[0]
+        self.spare = pool.allocator.allocate(1)[0]
         self._current: DecodeGraph | None = None
         self._num_seqs = 0
 
@@ -118,7 +118,7 @@ class GraphRunner:
         key = (bucket(num_seqs, 1), bucket(kv_len, LEAST_KV_BUCKET))
         if key not in self._graphs:
             try:
-                self._graphs[key] = DecodeGraph(self._decoder, self._pool, self._spare, *key, self._capture)
+                self._graphs[key] = DecodeGraph(self._decoder, self._pool, self.spare, *key, self._capture)
             except torch.OutOfMemoryError as error:
                 raise DeviceError(
                     f"{self._decoder.device} has no memory left for a decode graph of {key[0]} rows and {key[1]} positions",
@@ -201,18 +201,20 @@ class DecodeGraph:
         self._kv_lens.add_(self._live)
 
 
-def bucket(count: int, least: int) -> int:
-    """Round up to a power of two, at least `least`."""
-    return max(least, 1 << (count - 1).bit_length())
-
-
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
     """Return a graph runner on a GPU whose backend can be captured; an eager one if `eager`, if RoPE changes with the
-    length, and with experts, transformers' layers or tensor parallelism."""
+    length, and with experts, transformers' layers or tensor parallelism. With a graph runner, the pool gets graphs of
+    prefills too, unless layers differ or need more than hidden states."""
+    spec = decoder.spec
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
-    alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
+    alike = decoder.rope.switches_at is None and spec.experts is None and not spec.generic  # every step
     alike = alike and decoder.part.is_whole  # an exchange between ranks is not captured
-    return GraphRunner(decoder, pool) if capturable and alike and not eager else EagerRunner(decoder, pool)
+    if eager or not (capturable and alike):
+        return EagerRunner(decoder, pool)
+    runner = GraphRunner(decoder, pool)
+    if spec.latent is None and spec.streams is None and spec.shapes is None and not spec.token_width:
+        pool.layer_graphs = LayerGraphs(decoder, pool, runner.spare)
+    return runner
 
 
 def cuda_capture(function: Callable[[], None]) -> Callable[[], None]:

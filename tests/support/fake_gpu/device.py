@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -95,12 +95,19 @@ class Event:
 class Graph:
     """A captured graph: `replay` queues its work again."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, gpu: FakeGpu, *_: Any, **__: Any) -> None:
         self.work: list[Callable[[], None]] = []
-        self.gpu: FakeGpu | None = None
+        self.gpu, self.is_captured = gpu, False
+        self._capture = ExitStack()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._capture.enter_context(self.gpu.captured(self))
+
+    def capture_end(self) -> None:
+        self._capture.close()
 
     def replay(self) -> None:
-        assert self.gpu is not None, "nothing was captured"
+        assert self.is_captured, "nothing was captured"
         with self.gpu.lock:
             self.gpu.note("graph replay")
             for run in self.work:
@@ -336,8 +343,14 @@ class FakeGpu:
 
     @contextmanager
     def capture(self, graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-        """Record the work of the calling thread instead of running it: what it wrote is undone."""
+        """torch.cuda.graph, which waits for the device first."""
         self.synchronise("graph capture")
+        with self.captured(graph):
+            yield
+
+    @contextmanager
+    def captured(self, graph: Graph) -> Iterator[None]:
+        """Record the work of the calling thread instead of running it: what it wrote is undone."""
         stream = Stream(self)
         merge(stream.clock, self.current_stream().clock)
         with self.journal() as journal, self.on_stream(stream):
@@ -347,5 +360,6 @@ class FakeGpu:
             finally:
                 self._thread.graph = None
         journal.undo()
-        graph.gpu = self
-        self.current_stream().wait_stream(stream)
+        graph.is_captured = True
+        for other in (self.current_stream(), self.default_stream):  # the work did not run: they need not wait for it
+            merge(other.clock, stream.clock)

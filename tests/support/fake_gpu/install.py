@@ -111,7 +111,8 @@ def _replace_cuda(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
         "current_stream": gpu.current_stream,
         "default_stream": lambda device=None: gpu.default_stream,
         "stream": gpu.on_stream,
-        "CUDAGraph": Graph,
+        "CUDAGraph": functools.partial(Graph, gpu),
+        "graph_pool_handle": lambda: (0, 1),
         "graph": gpu.capture,
         "is_current_stream_capturing": lambda: gpu.capturing,
     }.items():

@@ -1,0 +1,303 @@
+"""Layers of a prefill as graphs: results of the launches one by one, with fewer launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from fake_gpu import FakeGpu
+from gpu_engine import Setup, engine_gpu
+from torch import Tensor
+
+from cacheblend_cli.engine.worker.decode import make_runner
+from cacheblend_cli.kv import layer_graphs
+from cacheblend_cli.kv.forward import FreshKV, LayerStep, Steps, finish, forward, layer_by_layer
+from cacheblend_cli.kv.layer_graphs import LayerGraphs, row_bucket
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
+from cacheblend_cli.kv.rows import Rows, rows_of
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
+
+NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 40
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass
+class Bench:
+    """A decoder with two pools, the first with graphs."""
+
+    gpu: FakeGpu
+    decoder: Decoder
+    pool: KVPool
+    plain: KVPool
+
+    @property
+    def graphs(self) -> LayerGraphs:
+        assert isinstance(self.pool.layer_graphs, LayerGraphs)
+        return self.pool.layer_graphs
+
+    def rows(self, sequence: PagedSequence, num_rows: int) -> Rows:
+        return rows_of(self.decoder, sequence, upload([*range(num_rows)], CUDA), num_rows, num_rows)
+
+    def logits(self, pool: KVPool, ids: list[int], steps: Steps | None = None, scattered: bool = False) -> Tensor:
+        owner = pool.new_sequence(len(ids))
+        sequence = PagedSequence(pool, owner.blocks[::-1]) if scattered else owner
+        found = forward(self.decoder, self.rows(sequence, len(ids)), upload(ids, CUDA), steps).cpu()
+        owner.release()
+        return found
+
+    def check(self, ids: list[int], scattered: bool = False) -> None:
+        found, expected = self.logits(self.pool, ids, scattered=scattered), self.logits(self.plain, ids)
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert not self.gpu.errors
+
+    def num(self, kind: str) -> int:
+        return sum(self.gpu.found(kind).values())
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    setup = Setup.write(tmp_path, model={"num_hidden_layers": NUM_LAYERS})
+    with engine_gpu() as gpu, torch.inference_mode():
+        decoder = setup.engine("cuda").model.decoder
+        pools = [KVPool.of(decoder, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2)]  # full of NaN
+        make_runner(decoder, pools[0])
+        yield Bench(gpu, decoder, *pools)
+
+
+def ids_of(count: int, first: int = 5) -> list[int]:
+    return [5 + (first + 7 * i) % 50 for i in range(count)]
+
+
+def test_the_second_pass_captures_and_the_third_replays(bench: Bench) -> None:
+    for replays in (0, 0, 2 * (NUM_LAYERS - 1)):
+        bench.gpu.clear()
+        bench.check(ids_of(40))
+        assert bench.num("graph replay") == replays
+
+
+def test_a_replayed_layer_launches_nothing_else(bench: Bench) -> None:
+    launches = []
+    for _ in range(3):
+        bench.gpu.clear()
+        bench.logits(bench.pool, ids_of(40))
+        launches.append(bench.num("launch"))
+    assert launches[0] >= 5 * NUM_LAYERS
+    assert launches[2] == launches[0] - 5 * (NUM_LAYERS - 1)  # two norms, RoPE, attention, activation
+
+
+def test_other_prompts_of_a_bucket_replay_its_graphs(bench: Bench) -> None:
+    for count, first in ((40, 5), (64, 1), (33, 9), (1, 3), (50, 2)):
+        bench.check(ids_of(count, first), scattered=count == 33)
+    assert len(bench.graphs._graphs) == 1
+    for _ in range(3):
+        bench.check(ids_of(100))
+        bench.check(ids_of(41))
+    assert {key[0] for key in bench.graphs._graphs} == {64, 128}
+
+
+def test_rows_over_a_shared_prefix(bench: Bench) -> None:
+    """The second sequence has the first's blocks, and computes what follows."""
+    ids = ids_of(32)
+    for first in (1, 2, 3):
+        ends = []
+        for pool in (bench.pool, bench.plain):
+            sequence = pool.new_sequence(32)
+            for start, tokens in ((0, ids), (32, ids_of(20, first))):
+                if start:
+                    sequence = PagedSequence(pool, [*sequence.blocks, *pool.allocator.allocate(2)])
+                positions = upload([*range(start, start + len(tokens))], CUDA)
+                length = start + len(tokens)
+                rows = rows_of(bench.decoder, sequence, positions, length, length)
+                out = forward(bench.decoder, rows, upload(tokens, CUDA)).cpu()
+            ends.append(out)
+        assert ends[0] == pytest.approx(ends[1], abs=1e-4)
+    assert bench.num("graph replay") > 0
+    assert not bench.gpu.errors
+
+
+def test_passes_that_alternate_keep_their_activations(bench: Bench) -> None:
+    """Two of one bucket and one of another, a layer each in turn."""
+    prompts = [ids_of(40), ids_of(45, 9), ids_of(100, 3)]
+    expected = [bench.logits(bench.plain, ids) for ids in prompts]
+    for _ in range(2):
+        for ids in prompts:
+            bench.logits(bench.pool, ids)
+    bench.gpu.clear()
+    passes = [
+        layer_by_layer(
+            bench.decoder, bench.rows(bench.pool.new_sequence(len(ids)), len(ids)), upload(ids, CUDA), Steps()
+        )
+        for ids in prompts
+    ]
+    for _ in range(NUM_LAYERS - 1):
+        for each in passes:
+            next(each)
+    for each, logits in zip(passes, expected, strict=True):
+        hidden = finish(each)
+        assert hidden is not None
+        assert hidden.logits(bench.decoder).cpu() == pytest.approx(logits, abs=1e-4)
+    assert bench.num("graph replay") == 2 * (NUM_LAYERS - 1) * len(prompts)
+    assert not bench.gpu.errors
+
+
+def test_the_end_of_a_pass_is_its_own(bench: Bench) -> None:
+    """What a pass returns is not overwritten by the next one."""
+    for _ in range(2):
+        bench.logits(bench.pool, ids_of(40))
+    rows = bench.rows(bench.pool.new_sequence(40), 40)
+    hidden = finish(layer_by_layer(bench.decoder, rows, upload(ids_of(40), CUDA), Steps()))
+    bench.logits(bench.pool, ids_of(40, 8))
+    assert hidden is not None
+    assert hidden.logits(bench.decoder).cpu() == pytest.approx(bench.logits(bench.plain, ids_of(40)), abs=1e-4)
+
+
+def test_nan_in_padding_does_no_harm(bench: Bench) -> None:
+    for _ in range(2):
+        bench.check(ids_of(40))
+    buffers = bench.graphs._buffers
+    assert buffers is not None
+    for buffer in (buffers.delta, buffers.residual, buffers.q, buffers.k, buffers.v):
+        buffer.fill_(torch.nan)
+    bench.check(ids_of(40))
+    assert bool(buffers.delta[40:64].isnan().all())
+
+
+def test_padding_writes_to_the_spare_block_alone(bench: Bench) -> None:
+    for _ in range(2):
+        bench.logits(bench.pool, ids_of(40))
+    for cache in bench.pool.tensors:
+        cache.fill_(7.0)
+    rows = bench.rows(bench.pool.new_sequence(40), 40)
+    forward(bench.decoder, rows, upload(ids_of(40), CUDA))
+    assert bench.num("graph replay") > 0
+    own = set((rows.slots // BLOCK_SIZE).tolist())
+    for cache in bench.pool.tensors:
+        changed = (cache.view(NUM_BLOCKS, -1) != 7.0).any(-1).nonzero().flatten().tolist()
+        assert set(changed) - own <= {0}  # the decode graphs' spare block, the first that was allocated
+
+
+@dataclass
+class Observed(Steps):
+    """What the hooks see, and the pool then."""
+
+    pool: KVPool
+    seen: list[tuple[int, Tensor, ...]] = field(default_factory=list)
+
+    def fresh(self, fresh: FreshKV) -> None:
+        assert fresh.h.shape[0] == fresh.k.shape[0] == fresh.v.shape[0] == len(fresh.rows)
+        old = self.pool.layers[fresh.layer.index].v.flatten(0, 1)[fresh.rows.slots].isnan().all()
+        self.seen.append((fresh.layer.index, old, fresh.h.clone(), fresh.k.clone(), fresh.v.clone()))
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        assert len(q) == len(rows)
+        k, v = self.pool.read(layer.index, rows.slots)
+        self.seen.append((layer.index, q.clone(), k, v))
+
+
+def test_steps_observe_the_same(bench: Bench) -> None:
+    for _ in range(3):
+        for cache in bench.pool.tensors:
+            cache.fill_(torch.nan)
+        graphs, plain = (Observed(pool) for pool in (bench.pool, bench.plain))
+        for cache in bench.plain.tensors:
+            cache.fill_(torch.nan)
+        for steps in (graphs, plain):
+            bench.logits(steps.pool, ids_of(40), steps)
+        for found, expected in zip(graphs.seen, plain.seen, strict=True):
+            assert found[0] == expected[0]
+            for ours, theirs in zip(found[1:], expected[1:], strict=True):
+                assert torch.allclose(ours.float().cpu(), theirs.float().cpu(), atol=1e-4)
+    assert bench.num("graph replay") == 2 * (NUM_LAYERS - 1)
+
+
+class Attended(Steps):
+    def attended(self, layer: DecoderLayer, output: Tensor) -> None:
+        assert len(output) == 40
+
+
+class Narrowed(Steps):
+    """Half of the rows continue after the second layer."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self._kept = kept
+
+    def at(self, layer: DecoderLayer) -> LayerStep:
+        return LayerStep(next_rows=self._kept if layer.index == 1 else None)
+
+
+def test_only_plain_layers_are_graphs(bench: Bench) -> None:
+    kept = upload([*range(0, 40, 2)], CUDA)
+    for _ in range(3):
+        bench.logits(bench.pool, ids_of(40), Attended())
+        for cache in (*bench.pool.tensors, *bench.plain.tensors):
+            cache.zero_()
+        assert bench.logits(bench.pool, ids_of(40), Narrowed(kept)) == pytest.approx(
+            bench.logits(bench.plain, ids_of(40), Narrowed(kept)), abs=1e-4
+        )
+    assert bench.num("graph replay") == 2 * (NUM_LAYERS - 2)  # layers 2 and 3 of the last pass
+    assert not bench.gpu.errors
+
+
+def test_no_memory_for_a_capture_is_told_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.check(ids_of(40))
+    capture, captured = LayerGraphs._capture, []
+
+    def full(graphs: LayerGraphs, function: object) -> object:
+        captured.append(function)
+        if len(captured) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(graphs, function)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LayerGraphs, "_capture", full)
+    for _ in range(3):
+        bench.check(ids_of(40))
+    assert len(captured) == 4
+    assert not bench.graphs.is_on
+    assert bench.num("graph replay") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "layers of a prefill run without CUDA graphs from now on: CUDA out of memory"
+    ]
+
+
+def test_the_number_of_buckets_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_graphs, "MOST_BUCKETS", 1)
+    for _ in range(3):
+        bench.check(ids_of(40))
+        bench.check(ids_of(100))
+    assert {key[0] for key in bench.graphs._graphs} == {64}
+
+
+def test_row_buckets_are_whole_tiles() -> None:
+    assert [row_bucket(n) for n in (1, 64, 65, 200, 256, 257, 640, 641)] == [64, 64, 128, 256, 256, 384, 640, 768]
+
+
+@pytest.mark.parametrize("blend", [
+    {"selector": "query"}, {"selector": "query", "correction": "none"}, {"selector": "hkvd"},
+], ids=str)  # fmt: skip
+def test_questions_have_the_answers_of_launches_one_by_one(blend: dict[str, str], tmp_path: Path) -> None:
+    """Two prompts in turn, of 4 and of 3 chunks."""
+    setup = Setup.write(tmp_path, model={"num_hidden_layers": 6})
+    with setup.store() as store, engine_gpu() as gpu:
+        engine = setup.engine("cuda")
+        keys = setup.precompute(engine, store)
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        asks = [AskRequest("what is it?", k, BlendParams(ratio=0.3, **blend), sampling) for k in (keys, keys[1:])]  # type: ignore[arg-type]
+        memory = engine.runtime.memory()
+        assert memory is not None
+        graphs, memory.pool.layer_graphs = memory.pool.layer_graphs, None
+        expected = [engine.run_alone(store, ask) for ask in asks]
+        memory.pool.layer_graphs = graphs
+        for _ in range(3):
+            gpu.clear()
+            found = [engine.run_alone(store, ask) for ask in asks]
+            assert not gpu.errors
+        assert sum(gpu.found("graph replay", "layers").values()) >= 2 * 2 * 3
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.generated_ids, ours.chosen) == (theirs.generated_ids, theirs.chosen)
+            assert [t.logprob for t in ours.logprobs] == pytest.approx([t.logprob for t in theirs.logprobs], abs=1e-4)
