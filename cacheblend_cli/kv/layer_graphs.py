@@ -103,9 +103,7 @@ class LayerGraphs(LayerRunner):
         )
         self._buffers: Buffers | None = None
         self._owner: Activations | None = None  # of the pass that used the buffers last
-        self._rows: Callable[[], Rows | None] = lambda: (
-            None
-        )  # of that pass; the pool they hold may end before the graphs
+        self._rows: weakref.ref[Rows] | None = None  # of that pass; the pool they hold may end before the graphs
         self._filled: Filled | None = None  # with these rows; None: they are computed without graphs
         self._num_passes: Counter[tuple[int, int]] = Counter()  # by bucket
         self._graphs: dict[tuple[int, int], dict[tuple[int, int], Callable[[], None]]] = {}  # by bucket, layer and half
@@ -117,7 +115,7 @@ class LayerGraphs(LayerRunner):
         fits = 0 < rows.attention.max_kv_len <= self._most_tokens
         if not (self.is_on and simple and few and fits and type(steps).attended is Steps.attended):
             return False
-        if self._rows() is not rows:
+        if self._rows is None or self._rows() is not rows:
             self._rows, self._filled = weakref.ref(rows), self._fill(rows)
         if (filled := self._filled) is None:
             return False

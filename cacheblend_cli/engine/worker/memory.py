@@ -3,7 +3,6 @@ CPU each prompt has its own pool."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -106,8 +105,6 @@ def reserve(
         warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size))
     if decoder.device.type == "cuda":
         warm_up_transfer(decoder.device)
-        gc.collect()
-        gc.freeze()  # what exists now lasts: searching it for garbage takes as long as half a prefill
     return DeviceMemory(pool, runner, profile)
 
 
