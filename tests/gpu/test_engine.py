@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,6 @@ def test_answers_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
             engine = setup.engine("cuda")
             ask = case.question(setup.precompute(engine, store))
             engine.runtime.memory()
-            assert gc.get_freeze_count() > 0, "the garbage collector searches what lasts"
             gpu.counts.clear()
             answers = [engine.run_alone(store, ask) for _ in range(NUM_ANSWERS)]
             assert not gpu.errors
