@@ -16,7 +16,7 @@ Kind = Literal["number", "date", "time", "code", "address"]
 
 
 class Figure(NamedTuple):
-    """A figure of a text. values: what it may mean; unit: of a number, or ""."""
+    """A figure of a text. values: what it may mean, in one form; unit: of a number, "" or OTHER."""
 
     start: int
     end: int
@@ -63,6 +63,7 @@ _UNITS = {
     for form in forms.split()
 } | {"per cent": "%", "pour cent": "%"}  # fmt: skip
 OTHER = "?"
+"""Unit of a number before a word that is no known unit."""
 _NO_UNITS = frozenset(
     "a an per each every to and or of in on at by for from is was are were the than with bis und oder pro je von im am der die das "
     "à et ou de par en au le la les est sont a y o e en por de".split()

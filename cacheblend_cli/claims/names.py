@@ -10,6 +10,7 @@ from typing import NamedTuple
 from cacheblend_cli.claims.folding import folded, words
 
 _WORD = re.compile(r"[^\W\d_]++(?:['\u2019\-\u2011][^\W\d_]++)*+")
+_APOSTROPHE = re.compile("['\u2019]")
 _BEGINS = re.compile(r"[.!?:;…\n|>#*•(\[\"“„«`/]")
 _HEADING = re.compile(r"[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)", re.MULTILINE)
 _LINKS = frozenset("of de la le du des del von van der den the di da".split())
@@ -47,7 +48,7 @@ def names(text: str) -> list[Name]:
     gaps = [text[a.end() : b.start()] for a, b in pairwise(tokens)]
     begins = [True, *(bool(_BEGINS.search(gap)) for gap in gaps)]
     german = [word for token in tokens if (word := token.group().lower()) in _GERMAN]
-    single = len(set(german)) < 2 or len(german) < _SHARE * len(tokens)
+    capital_nouns = len(set(german)) > 1 and len(german) >= _SHARE * len(tokens)
     out: list[Name] = []
     at = 0
     while at < len(tokens):
@@ -55,21 +56,23 @@ def names(text: str) -> list[Name]:
             at += 1
             continue
         end = at + 1
-        while end < len(tokens) and gaps[end - 1] in (" ", ". " if len(tokens[end - 1].group()) == 1 else " "):
+        while end < len(tokens) and (
+            gaps[end - 1] == " " or (gaps[end - 1] == ". " and len(tokens[end - 1].group()) == 1)
+        ):
             step = 1
             if tokens[end].group() in _LINKS and end + 1 < len(tokens) and gaps[end] == " ":
                 step = 2
             if not tokens[end + step - 1].group()[0].isupper():
                 break
             end += step
-        if (name := _name(text, tokens[at:end], begins[at], single)) is not None:
+        if (name := _name(text, tokens[at:end], begins[at], capital_nouns)) is not None:
             out.append(name)
         at = end
     return out
 
 
-def _name(text: str, run: Sequence[re.Match[str]], begins: bool, single: bool) -> Name | None:
-    while run and run[0].group().lower() in _COMMON:
+def _name(text: str, run: Sequence[re.Match[str]], begins: bool, capital_nouns: bool) -> Name | None:
+    while run and _APOSTROPHE.split(run[0].group().lower())[0] in _COMMON:
         run, begins = run[1:], False
     if not run or len(run) > _MOST_WORDS or (len(run) == 1 and len(run[0].group()) == 1):
         return None
@@ -84,5 +87,5 @@ def _name(text: str, run: Sequence[re.Match[str]], begins: bool, single: bool) -
         else:
             parts[-1] += tuple(words(folded(token.group()).removesuffix("'s")))
     parts = [part for part in parts if part]
-    is_doubtful = max(map(len, parts)) == 1 and (begins if single and len(parts) == 1 else not single)
+    is_doubtful = max(map(len, parts)) == 1 and (capital_nouns or (begins and len(parts) == 1))
     return Name(start, end, tuple(parts), begins, is_doubtful and not _TITLED.search(text, max(0, start - 8), start))

@@ -47,6 +47,7 @@ def missing(answer: str, *texts: str) -> list[str]:
         '"The temperature was" low.',
         "The trains to Bergen; **Bergen's** people.",
         "1. Bergen\n2. nothing else\n3) two ways",
+        "That is what I've found, and I\u2019m sure.",
     ],
 )
 def test_what_the_texts_say_is_found(answer: str) -> None:
