@@ -52,7 +52,7 @@ def _lines(result: Row) -> Iterator[str]:
     if result["tiny"]:
         yield "- tiny shapes"
     if result["compiled"]:
-        names = sorted({row["kernel"] for row in result["compiled"]})
+        names = sorted({row["kernel"].removesuffix("_kernel") for row in result["compiled"]})
         yield f"- {len(result['compiled'])} kernels were compiled there: {', '.join(names)}"
     for title, part in (("Failed", "faults"), ("Left out", "skipped")):
         if result[part]:

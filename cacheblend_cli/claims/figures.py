@@ -6,6 +6,7 @@ No pattern tries the same characters twice: repeats are possessive, or of bounde
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -114,16 +115,46 @@ _BEFORE, _AFTER = 24, 48  # characters around digits that may belong to their fi
 def figures(text: str) -> Iterator[Figure]:
     """Yield the figures with digits, and addresses, of a folded text, from left to right."""
     for start, end in _windows(text):
-        for found in _PATTERN.finditer(text, start, end):
-            g = found.group
-            if g("number") is not None:
-                yield _number(found)
-            elif g("address") is not None:
-                yield _address(found)
-            elif g("time") is not None:
-                yield from _time(found)
-            else:
-                yield from _date(found)
+        yield from _figures(text, start, end)
+
+
+def figures_around(text: str, start: int, end: int) -> Iterator[Figure]:
+    """Yield the figures of a folded text that have a part of start:end."""
+    found = [*_figures(text, max(0, start - _BEFORE), end + _AFTER), *numbers_in_words(text, start, end + _AFTER)]
+    yield from (figure for figure in found if figure.start < end and figure.end > start)
+
+
+def digits_of(figure: Figure) -> re.Pattern[str]:
+    """Return a pattern for the digits, or words, that every figure of the same value has."""
+    patterns = set[str]()
+    for value in figure.values:
+        if figure.kind == "date":
+            year, _, day = value.split("-")
+            patterns.add(rf"(?<!\d)0?{day or year}(?!\d)")
+        elif figure.kind == "time" and value[-3:-2] == ":":
+            hour = int(value[:-3])
+            patterns |= {rf"(?<!\d)0?{h}(?!\d)" for h in {hour, hour % 12, hour % 12 + 12}}
+        elif figure.kind == "number":
+            digits = value.lstrip("-").replace(".", "").strip("0") or "0"
+            patterns.add(r"(?<![1-9])" + r"[.,' ]?".join(map(re.escape, digits)))
+            if len(value) < 4 and value.isdigit():
+                patterns.add(rf"\b{_in_words(int(value))}\b")
+        else:
+            patterns.add(re.escape(value))
+    return re.compile("|".join(sorted(patterns)))
+
+
+def _figures(text: str, start: int, end: int) -> Iterator[Figure]:
+    for found in _PATTERN.finditer(text, start, end):
+        g = found.group
+        if g("number") is not None:
+            yield _number(found)
+        elif g("address") is not None:
+            yield _address(found)
+        elif g("time") is not None:
+            yield from _time(found)
+        else:
+            yield from _date(found)
 
 
 def _windows(text: str) -> Iterator[tuple[int, int]]:
@@ -140,14 +171,14 @@ def _windows(text: str) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-def numbers_in_words(text: str) -> Iterator[Figure]:
-    """Yield numbers below 1,000 in English words."""
-    for found in _IN_WORDS.finditer(text):
+def numbers_in_words(text: str, start: int = 0, end: int = sys.maxsize) -> Iterator[Figure]:
+    """Yield numbers below 1,000 in English words, of start:end."""
+    for found in _IN_WORDS.finditer(text, start, end):
         value = _value_of_words(found["word"])
         if value is not None:
             unit = _unit_behind(found["unit"] or "", found["more"] or "")
-            end = found.end("unit") if found["unit"] in _UNITS else found.end("word")
-            yield Figure(found.start(), end, "number", frozenset({value}), unit)
+            last = found.end("unit") if found["unit"] in _UNITS else found.end("word")
+            yield Figure(found.start(), last, "number", frozenset({value}), unit)
 
 
 def codes(text: str) -> Iterator[Figure]:
@@ -232,6 +263,19 @@ def _decimal(whole: str, part: str) -> str:
 def _shifted(value: str, power: int) -> str:
     whole, _, part = value.partition(".")
     return _decimal(whole + part[:power].ljust(power, "0"), part[power:])
+
+
+def _in_words(value: int) -> str:
+    """Return a pattern for a number below 1,000 in English words."""
+    hundreds, rest = divmod(value, 100)
+    tens, ones = divmod(rest, 10) if rest > 19 else (0, rest)
+    names = [name for name, number in _TENS.items() if number == 10 * tens > 0]
+    names += [name for name, number in _ONES.items() if number == ones and (ones or not value)]
+    words = "[- ]".join(names)
+    if not hundreds:
+        return words
+    first = next(name for name, number in _ONES.items() if number == hundreds)
+    return f"{first}[- ]hundred" + (f"[- ](?:and )?{words}" if words else "")
 
 
 def _value_of_words(text: str) -> str | None:

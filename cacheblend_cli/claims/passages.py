@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from cacheblend_cli.claims.figures import OTHER, POWERS, Figure, figures, numbers_in_words
+from cacheblend_cli.claims.figures import OTHER, POWERS, Figure, digits_of, figures_around
 from cacheblend_cli.claims.folding import CJK, folded, is_cjk, unaccented, words
 
 MAX_SEARCHED = 100_000_000
 """Characters that may be searched for the claims of one answer. The claims that are left are not reported."""
 _BETWEEN = "\n\0\n"
-_LONGEST = 400  # characters to look up as written
+_LONGEST = 400  # characters to look up
 _STEP = 256  # what a place that does not count costs, in characters searched
 _LETTER = re.compile(rf"(?![{CJK}])\w")
 _CAPITAL = re.compile(r"(?<=[^\W\d_] )[A-Z][^\W\d_]{3,40}+")
@@ -53,8 +53,7 @@ class Passages:
         if figure.kind == "code":
             code, _, rest = written.rpartition("-")  # "TK-500-series"
             return self._written(code) if code and rest.isalpha() else []
-        first = self._valued(self._by_value, figure) or self._valued(self._in_words, figure)
-        return [] if first is None else [first]
+        return [first for first in (self._valued(figure),) if first is not None]
 
     def _written(self, text: str) -> list[Place]:
         """Look up a text that is no part of a longer word or figure."""
@@ -82,36 +81,31 @@ class Passages:
 
     # figures by value
 
-    @cached_property
-    def _by_value(self) -> dict[str, dict[str, Place]]:
-        return self._figures(figures)
-
-    @cached_property
-    def _in_words(self) -> dict[str, dict[str, Place]]:
-        return self._figures(numbers_in_words)
-
-    def _figures(self, scan: Callable[[str], Iterator[Figure]]) -> dict[str, dict[str, Place]]:
-        """Return value -> unit -> the first place."""
-        places: dict[str, dict[str, Place]] = {}
-        for number, text in enumerate(self._texts):
-            for figure in scan(text):
-                for value in _values(figure, text):
-                    places.setdefault(value, {}).setdefault(figure.unit, Place(number, figure.start, figure.end))
-        return places
-
-    def _valued(self, known: dict[str, dict[str, Place]], figure: Figure) -> Place | None:
-        for value in figure.values:
-            units = known.get(f"{figure.kind}:{value}") or (self._dated(value) if figure.kind == "date" else {})
-            any_unit = figure.unit in ("", OTHER)
-            places = [place for unit, place in units.items() if any_unit or unit in ("", figure.unit)]
-            if places:
-                return min(places)
+    def _valued(self, figure: Figure) -> Place | None:
+        """Return the first figure of the same value. Only figures that have its digits are looked at."""
+        if not figure.values or max(map(len, figure.values)) > _LONGEST:
+            return None
+        for digits in digits_of(figure).finditer(self._all):
+            self._left -= _STEP
+            if self.is_spent:
+                return None
+            for other in figures_around(self._all, *digits.span()):
+                if self._are_same(figure, other):
+                    return self._place(other.start, other.end)
         return None
 
-    def _dated(self, value: str) -> dict[str, Place]:
-        """Return the places of a date that the texts have without its year, and its year elsewhere."""
-        year, _, rest = value.partition("-")
-        return self._by_value.get(f"date:-{rest}!", {}) if f"number:{year}" in self._by_value else {}
+    def _are_same(self, figure: Figure, other: Figure) -> bool:
+        """Compare a figure of the answer with one of the texts."""
+        if not (figure.unit in ("", OTHER) or other.unit in ("", figure.unit)):
+            return False
+        values = set(_values(other, self._all[other.start : other.end]))
+        for value in figure.values:
+            year, _, day = value.partition("-")
+            if f"{figure.kind}:{value}" in values or (
+                figure.kind == "date" and f"date:-{day}!" in values and re.search(rf"(?<!\d){year}(?!\d)", self._all)
+            ):
+                return True
+        return False
 
     # names and quotations
 
@@ -177,7 +171,7 @@ def _is_one_off(a: str, b: str) -> bool:
 
 
 def _values(figure: Figure, text: str) -> Iterator[str]:
-    """Yield the values under which a figure of a text is found, those of its parts included."""
+    """Yield the values of a figure of a text, those of its parts included. text: the figure as it is written."""
     for value in figure.values:
         yield f"{figure.kind}:{value}"
         if figure.kind == "date":
@@ -187,4 +181,4 @@ def _values(figure: Figure, text: str) -> Iterator[str]:
             if not year:
                 yield f"date:-{month}-{day}!"
     if figure.kind in ("time", "address"):
-        yield from (f"number:{part.lstrip('0') or '0'}" for part in re.findall(r"\d+", text[figure.start : figure.end]))
+        yield from (f"number:{part.lstrip('0') or '0'}" for part in re.findall(r"\d+", text))
