@@ -5,7 +5,7 @@
 
 `answers` asks the questions of a set in full and blended, and appends to FILE, which it can continue. `report` looks up
 the claims of these answers as they are, and with one digit, month or letter of a name changed; it writes
-study/results/claims.json, and prints the tables of study/claims.md and every answer with a mark, to be read.
+study/results/claims.json and the tables of study/claims.md, and prints every answer with a mark, to be read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from report import write_pages
 from results import hardware
 from sets import filler, musique, needles, office, spellable_samples
 
@@ -83,7 +84,7 @@ def report(arguments: argparse.Namespace) -> None:
     }
     result = {"hardware": hardware(), **rows}
     (STUDY / "results" / "claims.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(tables(result))
+    write_pages(STUDY / "results", {STUDY / "claims.md": None})
     for record in records:
         if marks := [claim.text for claim in looked_up(record) if claim.place is None]:
             print(record["model"], record["set"], record["mode"], marks, "|", record["answer"])
@@ -178,29 +179,6 @@ def of_time() -> dict[str, float]:
             times.append(time.perf_counter() - start)
         found[name] = statistics.median(times)
     return found
-
-
-def tables(result: dict[str, Any]) -> str:
-    """Return the tables of study/claims.md."""
-    lines = [
-        "| set | answers | claims | not in the texts | changed figures marked | changed names marked |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in result["answers"] + result["languages"]:
-        figures, names = (f"{marked} of {total}" for marked, total in (row["figure"], row["name"]))
-        lines.append(
-            f"| {row['set']} | {row['answers']} | {row['claims']} | {row['not_found']} | {figures} | {names} |"
-        )
-    lines += [
-        "",
-        "| set | pairs | blended differs in a claim | of these marked | others marked |",
-        "|---|---|---|---|---|",
-    ]
-    for row in result["differing"]:
-        lines.append("| " + " | ".join(str(value) for value in row.values()) + " |")
-    drawn = ", ".join(f"{kind}: {marked} of {total}" for kind, (marked, total) in result["changed"].items())
-    seconds = ", ".join(f"{name}: {value * 1000:.1f} ms" for name, value in result["seconds"].items())
-    return "\n".join([*lines, "", f"1,000 changed answers: {drawn}", seconds, ""])
 
 
 def read(paths: list[Path]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ DOCS = STUDY.parent / "docs"
 PAGES: dict[Path, Path | None] = {
     STUDY / "fidelity.md": STUDY / "fidelity.svg",
     STUDY / "handbook.md": None,
-    STUDY / "gate.md": None,
+    STUDY / "claims.md": None,
     STUDY / "models.md": None,
     DOCS / "fidelity.md": None,
 }
@@ -77,8 +77,8 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
     """Return the text of each block by name."""
     blocks = {}
     for name, result in found.items():
-        if name == "gate":
-            blocks[name] = gate_table(result)
+        if name == "claims":
+            blocks[name] = claims_tables(result)
         elif "rows" not in result or "set" not in result or "/" in name:
             continue
         elif name == "handbook":
@@ -301,31 +301,26 @@ def by_ratio(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def gate_table(result: Row) -> str:
-    """Return what share of the differing answers is caught at each share of fallbacks, and the calibration."""
-    h, sets = result["hardware"], result["sets"]
-    shares = [point["share"] for point in next(iter(next(iter(sets.values())).values()))["curve"]]
+def claims_tables(result: Row) -> str:
+    """Return marks of unchanged and changed answers, and of blended ones that differ."""
+    h = result["hardware"]
     lines = [
-        _filled(f"{h['cpu']}, {h['cores']} cores, {h['threads']} thread(s), torch {h['torch']}; {result['about']}."),
+        _filled(f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}."),
         "",
-        "| set | setting | differ | ceiling | " + " | ".join(f"{s:.0%}" for s in shares) + " | 70 % need |",
-        "|" + "---|" * (5 + len(shares)),
+        "| set | answers | claims | not in the texts | changed figures marked | changed names marked |",
+        "|" + "---|" * 6,
     ]
-    for name, settings in sets.items():
-        for label, f in settings.items():
-            cells = [f"{p['held']:.0%} / {p['streamed']:.0%}" for p in f["curve"]]
-            most = next(p["most"] for p in f["curve"] if p["share"] == 0.2)
-            row = [name, label, f"{f['differ']} of {f['tested']}", f"{most:.0%}", *cells, f"{f['share_for_aim']:.0%}"]
-            lines.append("| " + " | ".join(row) + " |")
-    lines += ["", "| set | setting | " + " | ".join(("below .1", ".1 to .3", ".3 to .6", "above .6")) + " | all |"]
-    lines += ["|" + "---|" * 7]
-    for name, settings in sets.items():
-        for label, f in settings.items():
-            cells = [f"{b['foreseen']:.1f} / {b['differ']} of {b['answers']}" for b in f["calibration"]]
-            lines.append(
-                f"| {name} | {label} | {' | '.join(cells)} | {f['foreseen']:.1f} / {f['differ']} of {f['tested']} |"
-            )
-    return "\n".join(lines)
+    for row in result["answers"] + result["languages"]:
+        figures, names = (f"{marked} of {total}" for marked, total in (row["figure"], row["name"]))
+        lines.append(
+            f"| {row['set']} | {row['answers']} | {row['claims']} | {row['not_found']} | {figures} | {names} |"
+        )
+    drawn = ", ".join(f"{marked} of {total} {kind}s" for kind, (marked, total) in result["changed"].items())
+    lines += ["", f"1,000 changes drawn from all but the last three sets: {drawn} are marked."]
+    lines += ["", "| set | pairs | blended differs in a claim | of these marked | others marked |", "|" + "---|" * 5]
+    lines += ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in result["differing"]]
+    times = ", ".join(f"{name} {value * 1000:.1f} ms" for name, value in result["seconds"].items())
+    return "\n".join([*lines, "", f"Time, median: {times}."])
 
 
 def draw(found: dict[str, Row], path: Path) -> None:

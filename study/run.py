@@ -22,7 +22,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import gate
 import torch
 from cacheblend_store import ChunkStore
 from report import PAGES, write_pages
@@ -95,7 +94,7 @@ def main() -> None:
     sets = study_sets()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with musique_dev.json and rag/")
-    parser.add_argument("--set", action="append", choices=[*sets, *gate.SETS], help="this set alone (repeatable)")
+    parser.add_argument("--set", action="append", choices=[*sets], help="this set alone (repeatable)")
     parser.add_argument("--main", action="store_true", help="the settings that claims are made of, at .05, .15 and .30")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="settings with it in their name")
     parser.add_argument("--questions", type=int, help="per set, instead of the set's own number")
@@ -131,11 +130,8 @@ def main() -> None:
 def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
     """Measure the chosen sets and write a result after each."""
     until = time.monotonic() + arguments.seconds
-    names = arguments.set or (QUICK if arguments.quick else [*sets, *gate.SETS])
+    names = arguments.set or (QUICK if arguments.quick else [*sets])
     for name in names:
-        if name in gate.SETS:
-            write_result(arguments.out / "gate.json", gate.run(name, arguments, until))
-            continue
         if sets[name].needs_data and arguments.data is None:
             print(f"{name} needs --data FOLDER", file=sys.stderr)
             continue

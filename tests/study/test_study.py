@@ -22,7 +22,7 @@ from cacheblend_cli.evaluation.samples import Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.types import BlendParams
 
-MODULES = ("run", "results", "report", "sets", "settings", "published", "variants", "gate")
+MODULES = ("run", "results", "report", "sets", "settings", "published", "variants", "claims")
 
 
 @pytest.fixture(scope="module")
