@@ -103,10 +103,10 @@ _PATTERN = re.compile(
     re.VERBOSE,
 )
 _IN_WORDS = re.compile(
-    rf"\b(?P<word>(?:{_SMALL})(?:[- ](?:and )?(?:{_SMALL}))*+)\b(?:[- ](?P<unit>{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>{_LETTER}{{1,12}}+)))?"
+    rf"\b(?P<word>(?:{_SMALL})\b(?:[- ](?:and )?(?:{_SMALL})\b)*+)(?:[- ](?P<unit>{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>{_LETTER}{{1,12}}+)))?"
 )
 _CODE = re.compile(r"(?<!\w)\w++(?:[-_/.:#]\w++)*+")
-_DIGITS = re.compile(r"\d++")
+DIGITS = re.compile(r"\d++")
 _HOURS = re.compile(r"\d{1,2}h(?:\d{2})?")  # 11h30
 _ADDRESSES = re.compile(r"://|www\.|@")
 _BEFORE, _AFTER = 24, 48  # characters around digits that may belong to their figure
@@ -124,24 +124,28 @@ def figures_around(text: str, start: int, end: int) -> Iterator[Figure]:
     yield from (figure for figure in found if figure.start < end and figure.end > start)
 
 
-def digits_of(figure: Figure) -> re.Pattern[str]:
-    """Return a pattern for the digits, or words, that every figure of the same value has."""
-    patterns = set[str]()
+def digits_of(figure: Figure) -> set[str]:
+    """Return numbers, without zeros in front, one of which every figure of the same value has: of a number all of its
+    digits, in a row or divided; of a date the day or the year; of a time the hour."""
+    found = set[str]()
     for value in figure.values:
         if figure.kind == "date":
             year, _, day = value.split("-")
-            patterns.add(rf"(?<!\d)0?{day or year}(?!\d)")
+            found.add(day or year)
         elif figure.kind == "time" and value[-3:-2] == ":":
             hour = int(value[:-3])
-            patterns |= {rf"(?<!\d)0?{h}(?!\d)" for h in {hour, hour % 12, hour % 12 + 12}}
+            found |= {str(hour), str(hour % 12), str(hour % 12 + 12)}
         elif figure.kind == "number":
-            digits = value.lstrip("-").replace(".", "").strip("0") or "0"
-            patterns.add(r"(?<![1-9])" + r"[.,' ]?".join(map(re.escape, digits)))
-            if len(value) < 4 and value.isdigit():
-                patterns.add(rf"\b{_in_words(int(value))}\b")
-        else:
-            patterns.add(re.escape(value))
-    return re.compile("|".join(sorted(patterns)))
+            found.add(value.lstrip("-").replace(".", "").strip("0") or "0")
+    return found
+
+
+def words_of(figure: Figure) -> set[str]:
+    """Return the English words for a number below 1,000."""
+    small = (
+        {int(value) for value in figure.values if len(value) < 4 and value.isdigit()} if figure.kind == "number" else ()
+    )
+    return {text for value in small for text in _in_words(value)}
 
 
 def _figures(text: str, start: int, end: int) -> Iterator[Figure]:
@@ -160,7 +164,7 @@ def _figures(text: str, start: int, end: int) -> Iterator[Figure]:
 def _windows(text: str) -> Iterator[tuple[int, int]]:
     """Yield the parts of a text that may have figures: few, in most texts."""
     start = end = -1
-    for found in sorted(m.span() for pattern in (_DIGITS, _ADDRESSES) for m in pattern.finditer(text)):
+    for found in sorted(m.span() for pattern in (DIGITS, _ADDRESSES) for m in pattern.finditer(text)):
         if end < 0:
             start = max(0, found[0] - _BEFORE)
         elif found[0] - _BEFORE > end:
@@ -192,7 +196,7 @@ def codes(text: str) -> Iterator[Figure]:
 def _is_code(text: str) -> bool:
     if "_" in text.strip("_"):
         return True
-    if not _DIGITS.search(text) or not text.isascii() or _HOURS.fullmatch(text):
+    if not DIGITS.search(text) or not text.isascii() or _HOURS.fullmatch(text):
         return False
     changes = sum(a.isalpha() != b.isalpha() for a, b in pairwise(text) if (a + b).isalnum())
     return text[0].isalpha() if changes < 2 or "/" in text else True
@@ -265,17 +269,18 @@ def _shifted(value: str, power: int) -> str:
     return _decimal(whole + part[:power].ljust(power, "0"), part[power:])
 
 
-def _in_words(value: int) -> str:
-    """Return a pattern for a number below 1,000 in English words."""
+def _in_words(value: int) -> set[str]:
     hundreds, rest = divmod(value, 100)
     tens, ones = divmod(rest, 10) if rest > 19 else (0, rest)
     names = [name for name, number in _TENS.items() if number == 10 * tens > 0]
     names += [name for name, number in _ONES.items() if number == ones and (ones or not value)]
-    words = "[- ]".join(names)
+    words = {" ".join(names), "-".join(names)}
     if not hundreds:
         return words
     first = next(name for name, number in _ONES.items() if number == hundreds)
-    return f"{first}[- ]hundred" + (f"[- ](?:and )?{words}" if words else "")
+    return (
+        {f"{first} hundred{link}{last}" for last in words for link in (" ", " and ")} if rest else {f"{first} hundred"}
+    )
 
 
 def _value_of_words(text: str) -> str | None:

@@ -32,7 +32,7 @@ class _Folded(dict[int, str]):
 
 _FOLDED = _Folded()
 _BROKEN = re.compile(r"(?<=[^\W\d_])-\n[ ]*+(?=[^\W\d_])")
-_WORD = re.compile(r"\w++")
+WORD = re.compile(r"\w++")
 
 
 def folded(text: str) -> str:
@@ -42,7 +42,7 @@ def folded(text: str) -> str:
 
 def words(text: str) -> list[str]:
     """Return the words of a folded text. Words that were divided at the end of a line are whole."""
-    return _WORD.findall(_BROKEN.sub("", text) if "-\n" in text else text)
+    return WORD.findall(_BROKEN.sub("", text) if "-\n" in text else text)
 
 
 def is_cjk(char: str) -> bool:

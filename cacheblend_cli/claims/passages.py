@@ -9,14 +9,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from cacheblend_cli.claims.figures import OTHER, POWERS, Figure, digits_of, figures_around
-from cacheblend_cli.claims.folding import CJK, folded, is_cjk, unaccented, words
+from cacheblend_cli.claims.figures import DIGITS, OTHER, POWERS, Figure, digits_of, figures_around, words_of
+from cacheblend_cli.claims.folding import CJK, WORD, folded, is_cjk, unaccented, words
 
 MAX_SEARCHED = 100_000_000
 """Characters that may be searched for the claims of one answer. The claims that are left are not reported."""
 _BETWEEN = "\n\0\n"
 _LONGEST = 400  # characters to look up
-_STEP = 256  # what a place that does not count costs, in characters searched
+_STEP, _NEAR = 256, 16  # what a place that does not count costs, and one that may, in characters searched
 _LETTER = re.compile(rf"(?![{CJK}])\w")
 _CAPITAL = re.compile(r"(?<=[^\W\d_] )[A-Z][^\W\d_]{3,40}+")
 _JOINS = frozenset(".,:'/+-")  # beside a digit they may belong to its figure
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     """A place in the texts."""
 
     passage: int  # number of the text
-    start: int  # -1 if unknown: the words are divided at the end of a line
+    start: int  # -1 if unknown: words are divided at the end of a line, or stand apart
     end: int
 
 
@@ -48,7 +48,7 @@ class Passages:
 
     def figure(self, figure: Figure, written: str) -> list[Place]:
         """Look a figure up: as it is written in the answer, then by its value."""
-        if found := self._written(written):
+        if (found := self._written(written)) or self.is_spent:
             return found
         if figure.kind == "code":
             code, _, rest = written.rpartition("-")  # "TK-500-series"
@@ -82,17 +82,38 @@ class Passages:
     # figures by value
 
     def _valued(self, figure: Figure) -> Place | None:
-        """Return the first figure of the same value. Only figures that have its digits are looked at."""
-        if not figure.values or max(map(len, figure.values)) > _LONGEST:
-            return None
-        for digits in digits_of(figure).finditer(self._all):
+        """Return the first figure of the same value."""
+        for start, end in self._near(figure):
             self._left -= _STEP
             if self.is_spent:
                 return None
-            for other in figures_around(self._all, *digits.span()):
+            for other in figures_around(self._all, start, end):
                 if self._are_same(figure, other):
                     return self._place(other.start, other.end)
         return None
+
+    def _near(self, figure: Figure) -> list[tuple[int, int]]:
+        """Return the digits, words and addresses that a figure of the same value may have."""
+        if any(len(value) > _LONGEST for value in figure.values) or self.is_spent:
+            return []
+        runs, near = self._digits, list[tuple[int, int]]()
+        for digits in digits_of(figure):
+            near += runs.get(digits, [])
+            if figure.kind == "number":
+                near += [span for n in range(1, len(digits)) for span in runs.get(digits[:n], [])]
+                near += [span for run in runs if run[len(digits) :] and run.startswith(digits) for span in runs[run]]
+        for text in words_of(figure) | (figure.values if figure.kind == "address" else frozenset()):
+            near += [(at, at + len(text)) for at in _occurrences(self._all, text)]
+        self._left -= _NEAR * (len(runs) + len(near))
+        return sorted(near)
+
+    @cached_property
+    def _digits(self) -> dict[str, list[tuple[int, int]]]:
+        """The places of digits in a row, without zeros in front."""
+        runs: dict[str, list[tuple[int, int]]] = {}
+        for found in DIGITS.finditer(self._all):
+            runs.setdefault(found.group().lstrip("0") or "0", []).append(found.span())
+        return runs
 
     def _are_same(self, figure: Figure, other: Figure) -> bool:
         """Compare a figure of the answer with one of the texts."""
@@ -102,7 +123,7 @@ class Passages:
         for value in figure.values:
             year, _, day = value.partition("-")
             if f"{figure.kind}:{value}" in values or (
-                figure.kind == "date" and f"date:-{day}!" in values and re.search(rf"(?<!\d){year}(?!\d)", self._all)
+                figure.kind == "date" and f"date:-{day}!" in values and year in self._digits
             ):
                 return True
         return False
@@ -154,13 +175,33 @@ class Passages:
             self._left -= len(text)
             if self.is_spent:
                 return None
-            between = gap and len(run) == 2 and f" {run[0]} " in text
-            if any(form in text for form in wanted) or (
-                between and re.search(rf" {re.escape(run[0])} \w++ {re.escape(last)} ", text)
-            ):
-                found = re.search(r"\W++".join(map(re.escape, run)), self._texts[number])
-                return Place(number, *(found.span() if found else (-1, -1)))
+            if any(form in text for form in wanted) or (gap and len(run) == 2 and _has_gap(text, *run)):
+                self._left -= 10 * len(text)
+                return Place(number, *_span(self._texts[number], run))
         return None
+
+
+def _occurrences(text: str, part: str) -> Iterator[int]:
+    at = text.find(part)
+    while at >= 0:
+        yield at
+        at = text.find(part, at + len(part))
+
+
+def _has_gap(text: str, first: str, last: str) -> bool:
+    """Return whether one word stands between two. text: words between single spaces."""
+    ends = (text.find(" ", at + len(first) + 2) for at in _occurrences(text, f" {first} "))
+    return any(text.startswith(f" {last} ", end) for end in ends)
+
+
+def _span(text: str, run: Sequence[str]) -> tuple[int, int]:
+    """Return start and end of words in a row, (-1, -1) if they are not whole in the text."""
+    found = list(WORD.finditer(text))
+    own = [word.group() for word in found]
+    for at in (number for number, word in enumerate(own) if word == run[0]):
+        if own[at : at + len(run)] == list(run):
+            return found[at].start(), found[at + len(run) - 1].end()
+    return -1, -1
 
 
 def _is_one_off(a: str, b: str) -> bool:
@@ -181,4 +222,4 @@ def _values(figure: Figure, text: str) -> Iterator[str]:
             if not year:
                 yield f"date:-{month}-{day}!"
     if figure.kind in ("time", "address"):
-        yield from (f"number:{part.lstrip('0') or '0'}" for part in re.findall(r"\d+", text))
+        yield from (f"number:{part.lstrip('0') or '0'}" for part in DIGITS.findall(text))
