@@ -23,6 +23,14 @@ export function openPassage(chunks, index) {
   return show(index);
 }
 
+function decoded(name) {
+  try {
+    return decodeURIComponent(name);
+  } catch {
+    return name; // not made by this server
+  }
+}
+
 /** Open the passage that the address names, as the annotations of answers do: #TITLE/CHUNK */
 export async function openLinked() {
   const [, name, id] = location.hash.match(/^#(.*)\/([0-9a-f]+)#?$/) ?? []; // Open WebUI appends #:~:text=
@@ -34,7 +42,7 @@ export async function openLinked() {
     if (error.status === 401) return;
     chunk = { id, title: error.message, text: "It was removed from the store, or belongs to another API key." };
   }
-  openPassage([{ ...chunk, title: chunk.title || decodeURIComponent(name), pieces: [[chunk.text, ""]] }], 0);
+  openPassage([{ ...chunk, title: chunk.title || decoded(name), pieces: [[chunk.text, ""]] }], 0);
 }
 
 async function show(index) {
