@@ -27,7 +27,7 @@ from results import hardware
 from sets import filler, musique, needles, office, spellable_samples
 
 from cacheblend_cli import Engine
-from cacheblend_cli.claims.check import LookedUp, check
+from cacheblend_cli.claims import LookedUp, check
 from cacheblend_cli.evaluation.samples import Sample
 
 STUDY = Path(__file__).parent

@@ -1,1 +1,83 @@
-"""Check of the claims of an answer that can be looked up: figures, names and quotations."""
+"""Look up the figures, names and quotations of an answer in the texts of its prompt. No model is involved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cacheblend_cli.claims.figures import OTHER, Figure, codes, figures, numbers_in_words
+from cacheblend_cli.claims.passages import Passages, Place
+from cacheblend_cli.claims.wording import folded, names, quotes, words
+from cacheblend_cli.types import ClaimKind
+
+_WORDS_THAT_COUNT = 12  # up to this number a word without a unit ("two ways") is no claim
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A part of an answer that was looked up."""
+
+    text: str
+    start: int  # in the answer
+    end: int
+    kind: ClaimKind
+    place: Place | None  # None if no text has it; of several texts the one with most of the answer's claims
+
+
+def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
+    """Return the parts of the answer that can be looked up, in their order. texts: those the answer may come from.
+
+    These are numbers with their units, dates, times, codes, addresses, quotations and names. What an answer derives (a
+    sum, a number of days) is in no text either. Takes linear time; what exceeds `passages.MAX_SEARCHED` is left out.
+    """
+    plain, passages = folded(answer), Passages(texts)
+    taken, found = bytearray(len(answer)), list[tuple[int, int, ClaimKind, list[Place]]]()
+
+    def add(start: int, end: int, kind: ClaimKind, places: list[Place]) -> None:
+        if places or not passages.is_spent:
+            taken[start:end] = b"\1" * (end - start)
+            found.append((start, end, kind, places))
+
+    for start, end in quotes(answer):
+        if run := words(plain[start:end]):
+            add(start, end, "quote", passages.wording(plain[start:end], [run]))
+    for figure in _figures(plain):
+        if not any(taken[figure.start : figure.end]):
+            places = passages.figure(figure, plain[figure.start : figure.end])
+            add(figure.start, figure.end, figure.kind, places)
+    for name in names(answer):
+        if any(taken[name.start : name.end]):
+            continue
+        if not name.is_doubtful or passages.misspells(answer[name.start : name.end]):
+            places = passages.wording(plain[name.start : name.end], name.parts, name.begins)
+            add(name.start, name.end, "name", places)
+    shared = Counter(place.passage for *_, places in found for place in places)
+    best = partial(max, key=lambda place: (shared[place.passage], -place.passage), default=None)
+    return [LookedUp(answer[start:end], start, end, kind, best(places)) for start, end, kind, places in sorted(found)]
+
+
+def _figures(text: str) -> Iterator[Figure]:
+    for figure in (*codes(text), *figures(text), *numbers_in_words(text)):
+        if not (_is_numbering(text, figure) or _is_small_word(text, figure)):
+            yield figure
+
+
+def _is_numbering(text: str, figure: Figure) -> bool:
+    """Return whether a figure numbers an item of a list."""
+    if figure.kind != "number" or text[figure.end : figure.end + 1] not in (".", ")"):
+        return False
+    before = text[max(0, figure.start - 40) : figure.start].rpartition("\n")[2]
+    return not before.strip(" *#>-") and figure.end - figure.start <= 3
+
+
+def _is_small_word(text: str, figure: Figure) -> bool:
+    """Return whether a figure is a word for a small number, without a unit."""
+    if (
+        figure.kind != "number"
+        or figure.unit not in ("", OTHER)
+        or text[figure.start : figure.end].strip("-+ ")[:1].isdigit()
+    ):
+        return False
+    return any(len(value) < 3 and value.isdigit() and int(value) <= _WORDS_THAT_COUNT for value in figure.values)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from cacheblend_cli.claims.folding import CJK
+from cacheblend_cli.claims.wording import CJK
 
 Kind = Literal["number", "date", "time", "code", "address"]
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from cacheblend_cli.claims.figures import DIGITS, OTHER, POWERS, Figure, digits_of, figures_around, words_of
-from cacheblend_cli.claims.folding import CJK, WORD, folded, is_cjk, unaccented, words
+from cacheblend_cli.claims.wording import CJK, WORD, folded, is_cjk, unaccented, words
 
 MAX_SEARCHED = 100_000_000
 """Characters that may be searched for the claims of one answer. The claims that are left are not reported."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli.explain_output import show_explanation
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
@@ -119,6 +118,8 @@ def show_answer(
         output.json({**extra, **result.record})
         return
     if result.options.explain:
+        from cacheblend_cli.cli.explain_output import show_explanation
+
         show_explanation(answer, result.tokens, output)
         for line in result.explained:
             output.note(line)

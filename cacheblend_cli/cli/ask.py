@@ -14,7 +14,6 @@ from msgspec import Struct, convert
 from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.answer_html import answer_page
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, show_answer, show_plan
 from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.exits import report
@@ -128,6 +127,8 @@ class AnswerView:
     def _show(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any], seconds: float | None) -> None:
         show_answer(result, self._output, json=self._json, extra=extra, seconds=seconds)
         if self._html is not None:
+            from cacheblend_cli.cli.answer_html import answer_page
+
             page = answer_page(item.question, result.answer, result.tokens)
             write_text(self._html, page, "choose another place for --html")
         self.codes.append(changed(result.answer))

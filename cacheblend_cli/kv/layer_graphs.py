@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cacheblend_cli.kv.forward import Activations, FreshKV, LayerRunner, LayerStep, Steps, attend, rotate_and_write
 from cacheblend_cli.kv.pool import KVPool, upload
-from cacheblend_cli.kv.rows import Rows
+from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, Rows, bucket
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.rope import CosSin
 
@@ -31,7 +31,6 @@ logger = logging.getLogger("cacheblend")
 
 MOST_ROWS = 1024  # with more, a layer of an 8B takes an H100 longer than its launches take the host
 NARROW_TILE, WIDE_TILE = 64, 128  # granularity of rows up to two wide tiles, and above
-LEAST_KV_BUCKET = 1024
 MOST_BUCKETS = 32  # further ones are not captured
 
 
@@ -232,8 +231,3 @@ def row_bucket(num_rows: int) -> int:
     """Round up to whole tiles."""
     tile = NARROW_TILE if num_rows <= 2 * WIDE_TILE else WIDE_TILE
     return -(-num_rows // tile) * tile
-
-
-def bucket(count: int, least: int) -> int:
-    """Round up to a power of two, at least `least`."""
-    return max(least, 1 << (count - 1).bit_length())

@@ -17,6 +17,9 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.rope import CosSin, rows_of_tables
 from cacheblend_cli.prompt.plan import Segment
 
+LEAST_KV_BUCKET = 1024
+"""Positions of the smallest bucket of contexts of CUDA graphs."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -136,3 +139,8 @@ def block_tables(sequences: Sequence[PagedSequence], device: torch.device) -> Te
         return sequences[0].block_table[None]
     own = [torch.tensor(s.blocks, dtype=torch.int32) for s in sequences]
     return upload(pad_sequence(own, batch_first=True), device, torch.int32)
+
+
+def bucket(count: int, least: int) -> int:
+    """Round up to a power of two, at least `least`."""
+    return max(least, 1 << (count - 1).bit_length())

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cacheblend_cli.claims.check import LookedUp, check
+from cacheblend_cli.claims import LookedUp, check
 from cacheblend_cli.claims.passages import Place
 
 TEXTS = [

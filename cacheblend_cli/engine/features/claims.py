@@ -1,10 +1,10 @@
-"""Claims of an answer, looked up in the texts of its prompt (`claims/check.py`), and `--on-unsupported refuse`."""
+"""Claims of an answer, looked up in the texts of its prompt (`claims/`), and `--on-unsupported refuse`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from cacheblend_cli.claims.check import check
+from cacheblend_cli.claims import check
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.request.request import Request, RequestChunk

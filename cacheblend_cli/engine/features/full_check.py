@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution
 from cacheblend_cli.engine.core.hooks import Begun, Further, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
@@ -27,6 +27,9 @@ from cacheblend_cli.engine.worker.device_time import DeviceTime
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.types import Answer, Confirmation, Verification, unsupported_line
+
+if TYPE_CHECKING:
+    from cacheblend_cli.blend.fidelity import Divergence
 
 COMPARED_BYTES = 256 * 2**20
 """Maximum logits of an answer that --verify keeps in host memory: 450 tokens with a vocabulary of 150,000."""
@@ -114,12 +117,15 @@ class FullCheck(Hook):
 
     def on_begin(self) -> None:
         self._output = SequenceOutput(self._runtime, self._request.sampling, self._request.plan.token_ids)
-        self._top1, self._pairs, self._draws = list[int](), list[Divergence](), self._replaces
+        self._top1, self._draws = list[int](), self._replaces
+        self._pairs: list[Divergence] = []
 
     def on_prompt_logits(self, logits: Tensor) -> None:
         """Compare and draw. logits: fp32 [n, vocab_size] at the draft's next tokens."""
         at = len(self._top1)
         self._top1 += logits.argmax(-1).tolist()
+        from cacheblend_cli.blend.fidelity import divergence, log_distribution
+
         if kept := self._checks.logits[at : at + len(logits)]:
             ours = torch.stack(kept)
             self._pairs.append(divergence(log_distribution(logits[: len(kept)].cpu()), log_distribution(ours)))

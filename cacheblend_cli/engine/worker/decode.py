@@ -15,9 +15,8 @@ from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import Steps, forward
-from cacheblend_cli.kv.layer_graphs import LEAST_KV_BUCKET, LayerGraphs, bucket
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
-from cacheblend_cli.kv.rows import Rows, filled, next_rows
+from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, Rows, bucket, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.rope import rows_of_tables
@@ -213,6 +212,8 @@ def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRu
         return EagerRunner(decoder, pool)
     runner = GraphRunner(decoder, pool)
     if spec.latent is None and spec.streams is None and spec.shapes is None and not spec.token_width:
+        from cacheblend_cli.kv.layer_graphs import LayerGraphs
+
         pool.layer_graphs = LayerGraphs(decoder, pool, runner.spare)
     return runner
 

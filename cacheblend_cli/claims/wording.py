@@ -1,15 +1,73 @@
-"""Names in an answer: runs of words with capitals."""
+"""Wording of a text: in a form to compare by, with every character in its place; its names and quotations."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from cacheblend_cli.claims.folding import folded, words
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d"
+_QUOTES = "\u2018\u2019\u201a\u201b\u2032\u02bc\uff07"
 
-_WORD = re.compile(r"[^\W\d_]++(?:['\u2019\-\u2011][^\W\d_]++)*+")
+
+CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+"""Letters without capitals and spaces between words, for a character class of a regular expression."""
+_CJK = re.compile(f"[{CJK}]")
+
+
+class _Folded(dict[int, str]):
+    """Code point -> the one character that it is compared by."""
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        folded = unicodedata.normalize("NFKC", char).casefold()
+        if char in _DASHES:
+            folded = "-"
+        elif char in _QUOTES:
+            folded = "'"
+        elif char.isspace() and char != "\n":
+            folded = " "
+        self[code] = folded if len(folded) == 1 else char.lower() if len(char.lower()) == 1 else char
+        return self[code]
+
+
+_FOLDED = _Folded()
+_BROKEN = re.compile(r"(?<=[^\W\d_])-\n[ ]*+(?=[^\W\d_])")
+WORD = re.compile(r"\w++")
+
+
+def folded(text: str) -> str:
+    """Return the text in lower case, with digits, spaces, dashes and apostrophes of one kind, of the same length."""
+    return text.translate(_FOLDED)
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a folded text. Words that were divided at the end of a line are whole."""
+    return WORD.findall(_BROKEN.sub("", text) if "-\n" in text else text)
+
+
+def is_cjk(char: str) -> bool:
+    return _CJK.match(char) is not None
+
+
+def unaccented(text: str) -> str:
+    return "".join(char for char in unicodedata.normalize("NFD", text) if not unicodedata.combining(char))
+
+
+_QUOTED = re.compile(
+    r'"([^"\n]{3,400}+)"(?!\s{0,2}:)|“([^“”\n]{2,400}+)”|„([^„“”\n]{3,400}+)[“”]|«([^«»\n]{3,400}+)»|「([^「」\n]{2,400}+)」|`([^`\n]{3,400}+)`'
+)  # a text in quotes before a colon is a key or a label
+
+
+def quotes(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the spans of quoted texts of up to 400 characters, without the marks."""
+    for found in _QUOTED.finditer(text):
+        yield found.span(found.lastindex or 0)
+
+
+_NAME_WORD = re.compile(r"[^\W\d_]++(?:['\u2019\-\u2011][^\W\d_]++)*+")
 _APOSTROPHE = re.compile("['\u2019]")
 _BEGINS = re.compile(r"[.!?:;…\n|>#*•(\[\"“„«`/]")
 _HEADING = re.compile(r"[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)", re.MULTILINE)
@@ -21,7 +79,7 @@ _COMMON = frozenset(
     "der die das ein eine einen einem einer im am mit nach von für herr frau le la les un une des du en dans pour avec m mme "
     "what who where which how why is are was were be been do does did can could will would shall should may might must".split()
 )
-_MOST_WORDS = 12  # of a name
+_MOST_NAME_WORDS = 12  # of a name
 _GERMAN = frozenset(
     "der das dem und ist hat nicht ein eine einen im mit für wird wurde sind haben bei aus auf von sich zum zur".split()
 )
@@ -42,7 +100,7 @@ class Name(NamedTuple):
 
 def names(text: str) -> list[Name]:
     """Return names in the text, and doubtful ones: words at the beginning of a sentence, and German nouns."""
-    tokens = list(_WORD.finditer(text))
+    tokens = list(_NAME_WORD.finditer(text))
     if not tokens:
         return []
     gaps = [text[a.end() : b.start()] for a, b in pairwise(tokens)]
@@ -74,7 +132,7 @@ def names(text: str) -> list[Name]:
 def _name(text: str, run: Sequence[re.Match[str]], begins: bool, capital_nouns: bool) -> Name | None:
     while run and _APOSTROPHE.split(run[0].group().lower())[0] in _COMMON:
         run, begins = run[1:], False
-    if not run or len(run) > _MOST_WORDS or (len(run) == 1 and len(run[0].group()) == 1):
+    if not run or len(run) > _MOST_NAME_WORDS or (len(run) == 1 and len(run[0].group()) == 1):
         return None
     start, end = run[0].start(), run[-1].end()
     line = text.rfind("\n", 0, start) + 1
