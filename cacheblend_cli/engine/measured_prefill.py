@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.core.core import ALONE, EngineCore
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
@@ -45,6 +44,8 @@ class Prefilled(PrefillReport):
     def predict(self, answer_ids: abc.Sequence[int], steps: Steps | None = None) -> Tensor:
         """Return the logits that predict each token of an answer, fp32 [len(answer_ids), vocab_size]. Writes the
         answer's KV: see `teacher_forced`."""
+        from cacheblend_cli.blend.fidelity import teacher_forced
+
         return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, steps)
 
     def answer(
