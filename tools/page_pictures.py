@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-QUESTION = "What may a hotel cost?"
+QUESTION = "Who leads the billing team?"
 
 
 def main(url: str, folder: Path) -> None:
