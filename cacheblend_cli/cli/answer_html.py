@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.answer_output import by_rank
 from cacheblend_cli.cli.output import visible
+from cacheblend_cli.types import unsupported_line
 
 if TYPE_CHECKING:
     from cacheblend_cli.types import Answer, ChunkUse, TokenUse
@@ -51,7 +52,8 @@ def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUs
         f"{answer.model}, {answer.mode}, ratio {answer.ratio:.2g}; {answer.prompt_tokens} prompt tokens, {answer.cached_tokens} from "
         f"the store, {answer.exact_tokens} of them exact, {answer.recomputed_tokens} computed again"
     )
-    notes = "".join(f'<p class="soft">{_text(note)}</p>' for note in answer.notes)
+    said = filter(None, (unsupported_line(answer.claims), *answer.notes))
+    notes = "".join(f'<p class="soft">{_text(note)}</p>' for note in said)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">

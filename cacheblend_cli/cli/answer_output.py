@@ -125,8 +125,6 @@ def show_answer(
             output.note(line)
     if cut := cut_note(answer):
         output.note(cut)
-    if line := unsupported_line(answer.claims):
-        output.warn(line)
     t = answer.timing
     show_summary(result, output, seconds, t.process_s - t.ttft_s if t.model_load_s else 0.0)
     if check := answer.confirmation:
@@ -196,8 +194,10 @@ def _end_text(answer: Answer, output: Output) -> None:
 
 
 def show_summary(result: AnswerResult, output: Output, seconds: float | None, start_s: float = 0.0) -> None:
-    """Show the sources, best first, and a summary line; with --verbose, all sources and details. For a weak match, show
-    a warning and the nearest source instead. seconds, start_s: see `summary_line`."""
+    """Show what is not in the sources, the sources, best first, and a summary line; with --verbose, all sources and
+    details. For a weak match, show a warning and the nearest source instead. seconds, start_s: see `summary_line`."""
+    if line := unsupported_line(result.answer.claims):
+        output.warn(line)
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:

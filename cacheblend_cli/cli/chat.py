@@ -24,9 +24,10 @@ from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted
-from cacheblend_cli.errors import CacheBlendError, DeviceError, ExitCode, PromptTooLong, UsageError
+from cacheblend_cli.errors import DeviceError, ExitCode, NothingFound, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import decode_text, write_text
+from cacheblend_cli.types import AskOptions
 
 if TYPE_CHECKING:
     from cacheblend_cli.types import Answer
@@ -75,7 +76,10 @@ def chat(
     interactive = sys.stdin.isatty() and output.out_tty
     named = None if chunks is None else read_ids(chunks)
     settings = resolved.settings
-    with store_in_use(settings) as store, AskSession(resolved, output, store, local=local) as session:
+    with (
+        store_in_use(settings) as store,
+        AskSession(resolved, output, store, AskOptions(drafts=False), local=local) as session,
+    ):
         if named is None:
             session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
         state = ChatState(named)
@@ -139,8 +143,8 @@ def _ask(question: str, state: ChatState, session: AskSession, streams: AnswerSt
                 raise
             del state.turns[0]
             output.note("the conversation is too long: its first turn is forgotten")
-        except CacheBlendError as error:  # a question such as "why?": it is about what the last one was about
-            if error.exit_code != ExitCode.NOT_FOUND or named is not None or state.last is None:
+        except NothingFound:  # a question such as "why?": it is about what the last one was about
+            if named is not None or state.last is None:
                 raise
             named = tuple(chunk.id for chunk in state.last.chunks)
 

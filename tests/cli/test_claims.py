@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
+from cacheblend_cli.claims import LookedUp
+
 PAGE = "\n# Page\n\nOne line.\nJonas Berg keeps 3 parrots at home.\nAnother line.\n"
 RIGHT, WRONG = "Jonas Berg keeps 3 parrots", 'Jonas Borg keeps 4 parrots, "all of them green"'
 
@@ -22,6 +24,8 @@ def test_a_line_names_what_is_in_no_source(cli: Cli, asked: tuple[str, ...]) -> 
     wrong = cli(*asked, "--regex", WRONG)
     assert wrong.out == f"{WRONG}\n"
     assert 'warning: not in the sources: "Jonas Borg", 4\n' in wrong.err  # no quotation: the form was given
+    assert cli(*asked, "--regex", WRONG, "--html", "a.html").code == 0
+    assert "not in the sources: &quot;Jonas Borg&quot;, 4" in Path("a.html").read_text()
     right = cli(*asked, "--regex", RIGHT)
     assert right.out == f"{RIGHT}\n"
     assert "not in the sources" not in right.err
@@ -69,3 +73,24 @@ def test_only_an_unsupported_answer_is_confirmed(cli: Cli, asked: tuple[str, ...
 def test_the_question_may_be_marked(cli: Cli, asked: tuple[str, ...]) -> None:
     result = cli("ask", "marked", "--confirm", *asked[2:], "--json", "--chunks", "")
     assert result.records[0]["confirm"]["confirmed"] is True
+
+
+def test_chat_names_or_refuses_what_is_in_no_source(
+    cli: Cli, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = list[str]()
+
+    def check(answer: str, texts: list[str]) -> list[LookedUp]:
+        looked_up.append(answer)
+        return [LookedUp("54", 0, 2, "number", None)] * (len(looked_up) > 1)  # not in the first answer
+
+    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", check)
+    turns, flags = "who keeps parrots?\nwhy parrots?\n", ("--max-tokens", "4")
+    assert cli("chat", *flags, stdin=turns).err.count("warning: not in the sources: 54\n") == 1
+    looked_up.clear()
+    refused = cli("chat", *flags, "--on-unsupported", "refuse", stdin=turns)
+    assert refused.code == 3
+    assert refused.err.count("error: the answer is withheld: not in the sources: 54\n") == 1
+    assert (
+        len(set(looked_up)) == len(looked_up) - 1 == 2
+    )  # each answer, the second in the messages, too; none is made again
