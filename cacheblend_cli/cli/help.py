@@ -41,7 +41,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises UsageError if a setting is not a flag of this command."""
         if "marked" in args[1:] and args[at := args.index("marked", 1) - 1] == "--confirm":
-            args[at : at + 2] = ["--on-unsupported", "confirm"]
+            args[at : at + 2] = ["--on-unsupported", "confirm"]  # --confirm takes no value, a question may follow it
         given = list(args)  # the parser empties it
         try:
             return super().parse_args(ctx, args)

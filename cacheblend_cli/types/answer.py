@@ -53,6 +53,7 @@ class TokenUse:
     kind: str
 
 
+_MOST_SHOWN = 8  # claims in a line
 ClaimKind = Literal["number", "date", "time", "code", "address", "quote", "name"]
 
 
@@ -65,14 +66,16 @@ class Claim:
     end: int  # end of it
     kind: ClaimKind  # number (with its unit), date, time, code, address, quote or name
     found: bool  # a text of the prompt has it: a chunk, the question or an earlier turn
-    chunk: int | None = None  # index of the first chunk of `chunks` that has it, None if no chunk has it
+    chunk: int | None = None  # index in `chunks`, None if no chunk has it; of several, the one with most claims
     place: str = ""  # page, slide or lines in the chunk's source; "" if unknown
 
 
 def unsupported_line(claims: Iterable[Claim]) -> str:
-    """Return a line with the claims that are not in the sources, "" if all are."""
-    texts = dict.fromkeys(f'"{c.text}"' if c.kind in ("name", "quote") else c.text for c in claims if not c.found)
-    return f"not in the sources: {', '.join(texts)}" if texts else ""
+    """Return a line with the first claims that are not in the sources, "" if all are."""
+    missing = (f'"{c.text}"' if c.kind in ("name", "quote") else c.text for c in claims if not c.found)
+    texts = list(dict.fromkeys(missing))
+    more = f" and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
+    return f"not in the sources: {', '.join(texts[:_MOST_SHOWN])}{more}" if texts else ""
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,7 @@ class AskOptions:
 
     verify: bool = False  # compare with a full prefill
     confirm: bool = False  # the answer is a full prefill's, after the blended one was streamed
-    on_unsupported: str = (
-        "answer"  # or "confirm", "refuse" (raises UnsupportedClaims), if a claim is not in the sources
-    )
+    on_unsupported: str = "answer"  # or "confirm", "refuse": if a claim is not in the sources
     drafts: bool = True  # a draft may be streamed before it is confirmed
     auto: bool = False  # the loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill
     own_ratio: bool = False  # the model's profile chooses ratio and correction, see engine/profile.py

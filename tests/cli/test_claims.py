@@ -8,6 +8,7 @@ import pytest
 from command_line import Cli
 
 from cacheblend_cli.claims import LookedUp
+from cacheblend_cli.types import Claim, unsupported_line
 
 PAGE = "\n# Page\n\nOne line.\nJonas Berg keeps 3 parrots at home.\nAnother line.\n"
 RIGHT, WRONG = "Jonas Berg keeps 3 parrots", 'Jonas Borg keeps 4 parrots, "all of them green"'
@@ -29,6 +30,11 @@ def test_a_line_names_what_is_in_no_source(cli: Cli, asked: tuple[str, ...]) -> 
     right = cli(*asked, "--regex", RIGHT)
     assert right.out == f"{RIGHT}\n"
     assert "not in the sources" not in right.err
+
+
+def test_the_line_is_short() -> None:
+    line = unsupported_line([Claim(str(n), n, n + 1, "number", found=n == 0) for n in (*range(12), 3)])
+    assert line == "not in the sources: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more"
 
 
 def test_claims_have_their_lines(cli: Cli, asked: tuple[str, ...]) -> None:
