@@ -133,7 +133,7 @@ class Tools:
         max_tokens: Annotated[int | None, Field(ge=1, description="Maximum tokens of the answer.")] = None,
     ) -> dict[str, Any]:
         """Answer a question from stored passages with a local model. Searches unless chunks or documents are given.
-        sources: the passages that the model read."""
+        sources: the passages that the model read. not_in_sources: parts of the answer that stand in none of them."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "explain": True}
         if chunks:
             body["chunks"] = chunks
@@ -152,6 +152,7 @@ class Tools:
         return {
             "answer": choice["message"]["content"],
             "sources": sources,
+            "not_in_sources": [claim["text"] for claim in blend["claims"] if not claim["found"]],
             "finish_reason": choice["finish_reason"],
             "notes": blend["notes"],
         }

@@ -17,6 +17,8 @@ import pytest
 from command_line import Cli
 from omitting import leave_out
 
+from cacheblend_cli.claims import LookedUp
+from cacheblend_cli.claims.passages import Place
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.server import background
@@ -127,6 +129,18 @@ async def every_error(client: Any) -> None:
 def test_tools_over_http(server: Any) -> None:
     through(over_http(server), every_tool)
     through(over_http(server), every_error)
+
+
+def test_what_is_in_no_source_is_told(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [LookedUp("Jonas", 0, 5, "name", Place(0, 0, 5)), LookedUp("54", 6, 8, "number", None)]
+    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", lambda answer, texts: found)
+    sent = [{"text": PARROT}]
+
+    async def asked(client: Any) -> Any:
+        body = {"question": "who?", "documents": sent, "max_tokens": 2}
+        return (await client.call_tool("ask", body)).structured_content["not_in_sources"]
+
+    assert through(over_http(server), asked) == ["54"]
 
 
 def test_a_document_is_listed_with_what_is_left_out(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
