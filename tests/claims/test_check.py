@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
-from cacheblend_cli.claims import LookedUp, check
+from cacheblend_cli.claims import check, passages
+from cacheblend_cli.claims.figures import Figure, figures_around
 from cacheblend_cli.claims.passages import Place
 
 TEXTS = [
@@ -119,6 +122,7 @@ def test_places() -> None:
     places = {
         text: (kind, place.passage, TEXTS[place.passage][place.start : place.end])
         for text, (kind, place) in found.items()
+        if place is not None
     }
     assert places["5:30 pm"] == ("time", 0, "17:30")
     assert places["Bergen"] == ("name", 1, "Bergen")
@@ -159,10 +163,26 @@ def test_claims_keep_their_place_in_the_answer() -> None:
         "\0",
     ],
 )
-def test_hostile_text_is_searched_within_bounds(piece: str) -> None:
+def test_hostile_text(piece: str) -> None:
     answer, text = piece * (100_000 // len(piece)), piece * (300_000 // len(piece))
-    for claim in check(answer, [text, "x"]):
-        assert isinstance(claim, LookedUp)
+    claims = check(answer, [text, "x"])
+    assert all(before.end <= after.start for before, after in pairwise(claims))
+    assert all(answer[claim.start : claim.end] == claim.text for claim in claims)
+
+
+def test_a_search_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, looked_at = 1_000_000, list[int]()
+
+    def counted(text: str, start: int, end: int) -> Iterator[Figure]:
+        looked_at.append(start)
+        assert len(looked_at) <= most // 256 + 1
+        return figures_around(text, start, end)
+
+    monkeypatch.setattr(passages, "figures_around", counted)
+    monkeypatch.setattr(passages, "MAX_SEARCHED", most)
+    answer, text = " ".join(f"{n}, " for n in range(10_001, 10_400)), "1 x " * 20_000  # each may begin with each "1"
+    assert len(check(answer, [text])) < 100
+    assert len(looked_at) > 1000
 
 
 def test_what_is_left_after_the_budget_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
