@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,14 @@ def test_only_an_unsupported_answer_is_confirmed(engine: Engine, pages: dict[str
     assert changed.confirmation is not None
     assert changed.confirmation.blended_answer == drafted.text
     assert (changed.text, found(changed)) == (full.text, found(full))  # claims are the final answer's
+
+
+def test_a_draft_is_streamed_only_to_those_who_replace_it(engine: Engine, pages: dict[str, list[str]]) -> None:
+    drafted, full = (engine.ask(CHANGED, documents=pages[CHANGED], mode=mode).text for mode in ("blend", "full"))
+    request = engine.request(CHANGED, documents=pages[CHANGED], on_unsupported="confirm")
+    assert "".join(engine.stream(request)) == drafted
+    held_back = replace(request, options=replace(request.options, drafts=False))
+    assert "".join(engine.stream(held_back)) == full != drafted
 
 
 def test_an_unsupported_answer_is_refused_before_anything_is_shown(engine: Engine, pages: dict[str, list[str]]) -> None:
