@@ -241,7 +241,6 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     from cacheblend_cli.engine.engine import Engine
 
     engine = Engine.load(config, progress=output.status, notice=output.note, **cutting)
-    gc.freeze()  # it lasts as long as the process; on a GPU, searching it for garbage takes as long as half a prefill
     engine.when_lost(partial(_exit_on_lost_rank, output, engine))
     return engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from contextlib import ExitStack, suppress
@@ -173,6 +174,7 @@ def _run(
             output.note(llama)
         sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
         engine.serve(store, Limits(max_waiting=http.max_waiting))
+        gc.freeze()  # what exists now lasts; on a GPU, searching it for garbage takes as long as half a prefill
         names = LOOPBACK if keyring.is_open and http.unix_socket is None else None
         state = ServerState(
             engine,
