@@ -132,7 +132,7 @@ def digits_of(figure: Figure) -> set[str]:
         if figure.kind == "date":
             year, _, day = value.split("-")
             found.add(day or year)
-        elif figure.kind == "time" and value[-3:-2] == ":":
+        elif figure.kind == "time":
             hour = int(value[:-3])
             found |= {str(hour), str(hour % 12), str(hour % 12 + 12)}
         elif figure.kind == "number":
@@ -204,21 +204,17 @@ def _is_code(text: str) -> bool:
 
 def _address(found: re.Match[str]) -> Figure:
     text = found.group().rstrip(".,;:!?*")
-    return Figure(found.start(), found.start() + len(text), "address", frozenset({plain_address(text)}))
-
-
-def plain_address(text: str) -> str:
-    """Return an address without its scheme, "www." and a final slash."""
-    return re.sub(r"^(?:https?://)?(?:www\.)?", "", text).rstrip("/")
+    plain = re.sub(r"^(?:https?://)?(?:www\.)?", "", text).rstrip("/")
+    return Figure(found.start(), found.start() + len(text), "address", frozenset({plain} - {""}))
 
 
 def _number(found: re.Match[str]) -> Figure:
     g, end = found.group, found.end("digits")
     after, more = g("after") or "", g("more") or ""
-    keys = _values(g("digits"))
+    values = _decimals(g("digits"))
     unit = _UNITS.get(g("before") or "", "") or _unit_behind(after, more)
     if after in POWERS:
-        keys = (keys if after in _UNITS else frozenset()) | {_shifted(key, POWERS[after]) for key in keys}
+        values = (values if after in _UNITS else frozenset()) | {_shifted(value, POWERS[after]) for value in values}
         end = found.end("more" if more in _UNITS else "after")
     elif after in _UNITS:
         end = found.end("after")
@@ -226,8 +222,10 @@ def _number(found: re.Match[str]) -> Figure:
         return Figure(found.start("digits"), found.end("after"), "code", frozenset({g("digits") + after}))
     if g()[0] == "-":
         at_line_start = not found.string[max(0, found.start() - 8) : found.start()].rpartition("\n")[2].strip()
-        keys = frozenset("-" + key for key in keys) | (keys if at_line_start else frozenset())  # or it marks an item
-    return Figure(found.start(), end, "number", keys, unit)
+        values = frozenset("-" + value for value in values) | (
+            values if at_line_start else frozenset()
+        )  # or it marks an item
+    return Figure(found.start(), end, "number", values, unit)
 
 
 def _unit_behind(after: str, more: str) -> str:
@@ -239,8 +237,8 @@ def _unit_behind(after: str, more: str) -> str:
     return _UNITS.get(more, "" if after in POWERS else OTHER)
 
 
-def _values(digits: str) -> frozenset[str]:
-    """Return the values of a number with separators, as decimal numbers without superfluous zeros: 1.234 is two."""
+def _decimals(digits: str) -> frozenset[str]:
+    """Return the decimal numbers that digits with separators may mean, without superfluous zeros: 1.234 is two."""
     plain = digits.replace(" ", "").replace("'", "")
     marks = [c for c in plain if c in ".,"]
     if not marks:
@@ -305,7 +303,7 @@ def _time(found: re.Match[str]) -> Iterator[Figure]:
     g = found.group
     hour, minute = int(g("hour")), int(g("minute") or g("minute2") or g("minute3") or 0)
     if hour > 24 or minute > 59:
-        yield Figure(*found.span(), "time", frozenset({g()}))  # found only as it is written
+        yield Figure(*found.span(), "time", frozenset())  # found only as it is written
         return
     half = g("half") or g("half2")
     hours = {hour % 12 + 12 * (half == "p")} if half else {hour % 24} | ({hour % 12 + 12} if hour <= 12 else set())
@@ -313,7 +311,7 @@ def _time(found: re.Match[str]) -> Iterator[Figure]:
 
 
 def _date(found: re.Match[str]) -> Iterator[Figure]:
-    """Yield a date. Its keys are YEAR-MONTH-DAY, with nothing for a part that is not given."""
+    """Yield a date. Its values are YEAR-MONTH-DAY, with nothing for a part that is not given."""
     g = found.group
     if g("ymd"):
         year, month, day = re.split(r"[-/.]", g())
@@ -328,9 +326,9 @@ def _date(found: re.Match[str]) -> Iterator[Figure]:
     else:
         name = g("m") or g("m2") or g("m3")
         dates = [(g("y") or g("y2") or g("y3") or "", str(_MONTHS[name]), g("d") or g("d2") or "")]
-    keys = {
+    values = {
         f"{year}-{int(month) if month else ''}-{int(day) if day else ''}"
         for year, month, day in dates
         if (not month or 0 < int(month) < 13) and (not day or 0 < int(day) < 32)
     }
-    yield Figure(*found.span(), "date", frozenset(keys))
+    yield Figure(*found.span(), "date", frozenset(values))

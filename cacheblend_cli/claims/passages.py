@@ -182,6 +182,7 @@ class Passages:
 
 
 def _occurrences(text: str, part: str) -> Iterator[int]:
+    """Yield the places of a part, which is not empty."""
     at = text.find(part)
     while at >= 0:
         yield at

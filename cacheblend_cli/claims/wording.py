@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d"
 _QUOTES = "\u2018\u2019\u201a\u201b\u2032\u02bc\uff07"
-
-
 CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Letters without capitals and spaces between words, for a character class of a regular expression."""
 _CJK = re.compile(f"[{CJK}]")
@@ -49,10 +47,12 @@ def words(text: str) -> list[str]:
 
 
 def is_cjk(char: str) -> bool:
+    """Return whether a character is a letter of CJK."""
     return _CJK.match(char) is not None
 
 
 def unaccented(text: str) -> str:
+    """Return the text without accents and other marks on letters."""
     return "".join(char for char in unicodedata.normalize("NFD", text) if not unicodedata.combining(char))
 
 

@@ -170,6 +170,35 @@ def test_hostile_text(piece: str) -> None:
     assert all(answer[claim.start : claim.end] == claim.text for claim in claims)
 
 
+PIECES = [
+    *"- . , : / ' \" ` # @ $ € £ ² ½ ① ٣ K İ ß \u02bc « » “ ” 「 」 人 0 00 -5 54 1e5 99:99 17:60:15 25:30:10 9:00 11h30".split(),
+    *"http:// www. :// a@b.c A1 _a a_b INV-1 v2.13 12th 1.2.3 1,234.5 99.99.2024 2024-13-45 2024年 13月 21天 45% million".split(),
+    *"Mara Lindt S's O'Brien of de I'm forty five hundred and one- zero may 2024 3 March und ist der k m 万".split(),
+    "\n", "-\n", " ", "9 am", "5:30 p.m.", "25 h 70", "March 3, 2024", "Dr. ", "30 uhr", "11.30 bis 14 uhr", "per cent", "\0", "\ud800",
+]  # fmt: skip
+
+
+def test_no_text_makes_it_fail() -> None:
+    rng = random.Random(0)
+
+    def text(most: int) -> str:
+        return "".join(rng.choice(PIECES) + rng.choice(("", " ")) for _ in range(rng.randrange(1, most)))
+
+    for _ in range(1500):
+        answer, texts = text(14), [text(20) for _ in range(rng.randrange(4))]
+        claims = check(answer, texts)
+        assert all(before.end <= after.start for before, after in pairwise(claims)), answer
+        assert all(claim.place is None or claim.place.passage < len(texts) for claim in claims), answer
+
+
+@pytest.mark.parametrize("piece", ["http://", "www.//", "https://www."])
+def test_an_address_of_nothing_is_in_no_text(piece: str) -> None:
+    assert [c.place for c in check(f"See {piece}/ for it.", ["See www. for it, www., http:// and https://."])] in (
+        [],
+        [None],
+    )
+
+
 def test_a_search_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     most, looked_at = 1_000_000, list[int]()
 
