@@ -96,6 +96,12 @@ class Settings:
         choices=("auto", "torch", "llama.cpp"),
     )
     decode_model: str = _setting("", "GGUF file of the same model: llama.cpp decodes with it.")
+    speculate: int | str = _setting(
+        "auto",
+        "Tokens to propose in each decode step, by looking up the last ones in the prompt and the answer; off; or auto: on a CPU, as many as make it faster.",
+        least=1,
+        most=64,
+    )
     mode: str = _setting(
         "blend", "blend, full (reuse nothing) or reuse (recompute nothing).", choices=("blend", "full", "reuse")
     )
@@ -234,6 +240,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "machine": (
         "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel", "decode_with", "decode_model",
     ),
+    "decoding": ("speculate",),
     "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager"),
     "tenant": ("salt",),
     "reading": ("ocr_languages",),
@@ -256,7 +263,17 @@ IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
 REMOVED = ("block_size", "weights_cache_gb", "max_risk")
 """Settings of earlier versions."""
 HARMLESS = frozenset(
-    grouped("search", "blend", "research", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
+    grouped(
+        "search",
+        "blend",
+        "research",
+        "sampling",
+        "prompt",
+        "cutting",
+        "serve",
+        "decoding",
+        but=("embeddings", "allow_origin"),
+    )
 )
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""
@@ -294,9 +311,9 @@ def _kind(hint: Any) -> type:
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
 _METADATA = {field.name: field.metadata for field in fields(Settings)}
-_WORDS = {"ratio": ("auto", "model")}  # words allowed in place of a number
+_WORDS = {"ratio": ("auto", "model"), "speculate": ("auto", "off")}  # words allowed in place of a number
 _EXAMPLES = {
-    "ratio": 0.15, "top_k": 5, "seed": 7, "threads": 4, "model": "handbook", "template_var": "enable_thinking=true",
+    "ratio": 0.15, "speculate": 4, "top_k": 5, "seed": 7, "threads": 4, "model": "handbook", "template_var": "enable_thinking=true",
     "allow_origin": "https://chat.example",
 }  # fmt: skip
 """Values for hints, where the default is none."""

@@ -80,6 +80,8 @@ class Reused(TypedDict):
     exact_tokens: int  # cached tokens whose KV is right as stored
     recomputed_tokens: int  # cached tokens that were recomputed
     recompute_fraction: float  # work done on the reusable tokens, as a share of computing all of them, 0 to 1
+    accepted_tokens: int  # generated tokens that prompt lookup had proposed: they took no decode step of their own
+    tokens_per_step: float  # generated tokens after the first, per decode step; 0 for an answer of one token
     kv_bytes_loaded: int  # bytes of stored KV that were read
     weak_match: bool  # even the best chunk found matches the question weakly
     claims: list[Claim]  # figures, names and quotations of the answer, looked up in the texts of the prompt

@@ -20,7 +20,7 @@ variable, which overrides the project's `cacheblend.toml`, then your own `config
 """
 _TITLES = {
     "search": "Search", "blend": "Reuse of stored KV", "research": "Research", "check": "models check", "sampling": "The answer", "prompt": "The prompt",
-    "model": "The model", "machine": "This machine", "memory": "Memory", "tenant": "Tenants", "reading": "Reading documents",
+    "model": "The model", "machine": "This machine", "decoding": "Decoding", "memory": "Memory", "tenant": "Tenants", "reading": "Reading documents",
     "cutting": "Cutting documents", "store": "The store", "tier": "A shared tier", "start": "Start", "serve": "The server",
 }  # fmt: skip
 _UNDOCUMENTED = {

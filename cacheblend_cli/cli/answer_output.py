@@ -260,6 +260,8 @@ def detail_line(answer: Answer) -> str:
         parts.append(f"model loaded in {t.model_load_s:.1f} s")
     if t.decode_tokens_per_s and len(answer.generated_ids) >= _FEW_TOKENS:
         parts.append(f"{t.decode_tokens_per_s:.0f} tokens/s")
+        if answer.accepted_tokens:
+            parts.append(f"{answer.tokens_per_step:.1f} tokens a step ({answer.accepted_tokens} accepted)")
     return ", ".join(parts)
 
 

@@ -15,7 +15,7 @@ _COMMON = (
 )  # fmt: skip
 ASK = ("top_k", "collection", "expand", *_COMMON, "selector", "seed")
 """Flags of `ask` and `chat`: what changes from one question to the next."""
-_ENGINE = (*grouped("machine", "memory", but=IDENTITY), *GROUPS["tier"], "embeddings", "lock_timeout")
+_ENGINE = (*grouped("machine", "decoding", "memory", but=IDENTITY), *GROUPS["tier"], "embeddings", "lock_timeout")
 SERVE = ("chunk_tokens", *_COMMON, *_ENGINE, *GROUPS["serve"])
 _HOMES = (
     (_ENGINE, "a setting of the engine", "serve"),

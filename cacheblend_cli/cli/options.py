@@ -64,7 +64,7 @@ PANEL_OF = {
     for panel, groups in zip(
         PANELS,
         (
-            ("search",), ("reading", "cutting"), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
+            ("search",), ("reading", "cutting"), ("sampling",), ("prompt",), ("model", "machine", "decoding", "memory", "tenant", "store", "tier", "start"),
             ("blend", "research", "check"),
         ),
         strict=True,
@@ -159,7 +159,7 @@ _KINDS = get_type_hints(Settings)
 def _flag(name: str, help_text: str | None) -> Any:
     """Return the annotation of a setting's flag. A value of None means that the flag was not given."""
     metadata, kind = _FIELDS[name].metadata, _KINDS[name]
-    number_or_word = kind == float | str
+    number_or_word = kind in (float | str, int | str)
     if get_origin(kind) is tuple:
         kind = list[str]
     shown, default = metadata["shown"], _FIELDS[name].default
@@ -172,7 +172,7 @@ def _flag(name: str, help_text: str | None) -> Any:
             *(metadata["flag"].split() or (f"--{name.replace('_', '-')}",)),
             help=help_text or metadata["help"],
             show_default=shown,
-            metavar="X|WORD" if number_or_word else None,
+            metavar=("N|WORD" if kind == int | str else "X|WORD") if number_or_word else None,
             rich_help_panel=PANEL_OF.get(name),
             autocompletion=completion.models if name == "model" else None,
         ),

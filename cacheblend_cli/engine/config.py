@@ -38,6 +38,7 @@ class EngineConfig:
     template_var: tuple[str, ...] = ()  # NAME=VALUE for the chat template
     decode_with: str = "auto"  # torch, llama.cpp, or auto: llama.cpp if decode_model names a file for it
     decode_model: str = ""  # GGUF file that llama.cpp decodes with, "" for the model's own
+    speculate: int | str = "auto"  # proposed tokens a step, off, or auto: on a CPU, as many as make it faster
     tensor_parallel: int = 0  # processes that share the model; 0: those that torchrun started, or one
 
     def __post_init__(self) -> None:

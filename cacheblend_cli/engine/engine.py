@@ -36,7 +36,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.settings import DEFAULTS, GROUPS, of_settings
+from cacheblend_cli.settings import DEFAULTS, grouped, of_settings
 from cacheblend_cli.types import (
     Answer,
     AskOptions,
@@ -53,7 +53,7 @@ from cacheblend_cli.types import (
 if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
-_OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["prompt"], *GROUPS["cutting"], "context"}
+_OF_ENGINE = {*grouped("model", "machine", "decoding", "memory", "prompt", "cutting"), "context"}
 
 
 class Engine(Documents):

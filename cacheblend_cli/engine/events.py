@@ -81,6 +81,7 @@ class Limits:
     max_rows: int | None = None  # tokens of a full prefill that one step computes
     pool_tokens: int | None = None  # positions of the KV pool, None = what memory allows
     enable_prefix_caching: bool = True  # keep exact KV as a prefix cache
+    speculates: bool = True  # compute proposed tokens, if the engine's settings say so
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
@@ -103,6 +104,8 @@ class EngineStats:
     failed: int = 0
     cancelled: int = 0
     generated: int = 0
+    proposed: int = 0  # tokens computed as proposals of prompt lookup
+    accepted: int = 0  # of these, tokens that were drawn
     computed: int = 0  # prompt tokens whose KV was computed
     reused: int = 0  # prompt tokens whose KV came from the store
     repaired: int = 0  # of these, computed again

@@ -70,7 +70,7 @@ class Prefilled(PrefillReport):
         view = SequenceView(self.pool, self.sequence.blocks)
         sequence = Sequence(state, 0, SequenceStatus.RUNNING, view, len(prompt_ids) + given, output=output)
         state.sequences = [sequence]
-        core = EngineCore(runtime, ALONE, self._memory(runner))
+        core = EngineCore(runtime, replace(ALONE, speculates=False), self._memory(runner))
         core.resume(sequence, self.logits if logits is None else logits)
         while core.busy:
             for _, event in core.step():

@@ -42,7 +42,7 @@ class AnswerReport:
         }
         names = (
             "schema_version", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
-            "recompute_fraction", "kv_bytes_loaded", "weak_match", "hits_cut",
+            "recompute_fraction", "accepted_tokens", "tokens_per_step", "kv_bytes_loaded", "weak_match", "hits_cut",
         )  # fmt: skip
         rest: dict[str, Any] = {
             name: reported[name]

@@ -14,6 +14,7 @@ from cacheblend_cli.types import Answer
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_STEP = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 16)
 _GAUGES = {
     "waiting": "Requests waiting",
     "running": "Requests running",
@@ -26,6 +27,8 @@ _COUNTERS = {
     "failed": "Requests failed",
     "cancelled": "Requests cancelled or past their deadline",
     "generated": "Generated tokens",
+    "proposed": "Tokens computed because prompt lookup proposed them",
+    "accepted": "Generated tokens that prompt lookup had proposed",
     "computed": "Prompt tokens with computed KV",
     "reused": "Prompt tokens with stored KV",
     "repaired": "Prompt tokens with recomputed KV",
@@ -66,6 +69,9 @@ class Metrics:
         self._each = Histogram(
             "cacheblend_token_seconds", "Time per generated token", buckets=_EACH, registry=self._registry
         )
+        self._step = Histogram(
+            "cacheblend_tokens_per_step", "Generated tokens per decode step", buckets=_STEP, registry=self._registry
+        )
         self._chunks = Counter(
             "cacheblend_chunks", "Prompt chunks by origin of their KV", ["status"], registry=self._registry
         )
@@ -80,6 +86,7 @@ class Metrics:
     def answer(self, answer: Answer) -> None:
         if answer.timing.decode_tokens_per_s > 0:
             self._each.observe(1 / answer.timing.decode_tokens_per_s)
+            self._step.observe(answer.tokens_per_step)
         for chunk in answer.chunks:
             self._chunks.labels(chunk.status).inc()
         self._loaded.inc(answer.kv_bytes_loaded)

@@ -172,7 +172,14 @@ class Answer:
     tier: TierUse | None = None  # use of a shared tier, if it was asked
     weak_match: bool = False  # even the best chunk found matches the question weakly
     hits_cut: int = 0  # hits left out because they match far less well than the best one
+    accepted_tokens: int = 0  # generated tokens that prompt lookup had proposed, so that they took no step of their own
     ratio_from: str = "given"  # "given", "auto", or "model" or "default" with the reason, see engine/profile.py
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens per decode step; the prefill gives the first one. 0 for an answer of one token."""
+        decoded = len(self.generated_ids) - 1
+        return decoded / (decoded - self.accepted_tokens) if decoded > 0 else 0.0
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
         """Return the kind of each token of a chunk, see TokenUse."""
@@ -190,6 +197,8 @@ class Answer:
         out |= {
             "recompute_fraction": round(self.recompute_fraction, 6),
             "generated_tokens": len(self.generated_ids),
+            "accepted_tokens": self.accepted_tokens,
+            "tokens_per_step": round(self.tokens_per_step, 3),
             "chunks": [vars(c) for c in self.chunks],
             "claims": [vars(c) for c in self.claims],
             "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},

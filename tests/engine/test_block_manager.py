@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
     def append(self, data: st.DataObject, token: int) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        if not self.blocks.can_append([(held.paged, len(held.ids))]):
+        if not self.blocks.can_append([(held.paged, len(held.ids), 1)]):
             return
         at = len(held.ids)
         held.paged.ensure(at + 1)

@@ -132,10 +132,10 @@ def test_llama_cpp_computes_the_same_logits(name: str, tmp_path: Path, monkeypat
     done = prefill(engine.runtime, request)
     kv = export(engine.runtime.decoder, done.sequence, done.plan.num_tokens - 1)
     *token_ids, last = done.plan.token_ids
-    logits = llama.decode([llama.hand_over(token_ids, kv)], [last])
+    logits = llama.decode([llama.hand_over(token_ids, kv)], [[last]])
     [kl] = divergence(log_distribution(done.logits[None]), log_distribution(logits)).kl
     assert kl < 1e-3
-    other = llama.decode([llama.hand_over(token_ids, kv)], [(last + 1) % 100])
+    other = llama.decode([llama.hand_over(token_ids, kv)], [[(last + 1) % 100]])
     assert divergence(log_distribution(done.logits[None]), log_distribution(other)).kl[0] > 0.01
 
 
@@ -149,7 +149,7 @@ def test_keys_are_where_llama_cpp_rotates_them(tmp_path: Path, monkeypatch: pyte
     done = prefill(engine.runtime, resolve(engine.runtime, None, AskRequest("where does Mara work? " * 6, ())))
     *token_ids, last = done.plan.token_ids
     kv = export(engine.runtime.decoder, done.sequence, len(token_ids))
-    handed = llama.decode([llama.hand_over(token_ids, kv)], [last])
+    handed = llama.decode([llama.hand_over(token_ids, kv)], [[last]])
     own = own_logits(tmp_path / "m.gguf", done.plan.token_ids)[-1:]
     assert (
         divergence(log_distribution(own), log_distribution(handed)).kl[0] < 0.02

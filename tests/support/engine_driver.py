@@ -76,7 +76,8 @@ def open_stored_engine(
         words = [WORDS[(5 * page + i) % len(WORDS)] for i in range(40)]
         (base / "docs" / f"{page}.md").write_text(" ".join(words) + "\n")
     with ChunkStore.open(base / "store", mode="write") as store:
-        engine = Engine.load(EngineConfig(model=str(base / "model"), dtype=dtype, block_size=block_size))
+        settings = {"dtype": dtype, "block_size": block_size, "speculate": "off"}  # a token a step
+        engine = Engine.load(EngineConfig(model=str(base / "model"), **settings))
         options = PrecomputeOptions(chunk_tokens=24, context="sink")
         engine.precompute(store, [str(base / "docs")], options, lambda event: None)
         yield StoredEngine(engine, store, [m.key for m in store.chunks()])

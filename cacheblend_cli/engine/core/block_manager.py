@@ -47,10 +47,14 @@ class BlockManager:
         allocator = self.space.allocator
         return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
 
-    def can_append(self, sequences: Collection[tuple[BlockTable, int]]) -> bool:
-        """Return whether every sequence can take one more token. sequences: (block table, number of its tokens)."""
-        size, allocator = self.space.block_size, self.space.allocator
-        new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
+    def can_append(self, sequences: Collection[tuple[BlockTable, int, int]]) -> bool:
+        """Return whether every sequence can take more tokens. sequences: (block table, number of its tokens, number of
+        further ones)."""
+        size, allocator, new = self.space.block_size, self.space.allocator, 0
+        for table, kv_len, more in sequences:
+            end = self.space.blocks_for(kv_len + more)
+            written = table.blocks[kv_len // size : end]
+            new += max(0, end - len(table.blocks)) + sum(map(allocator.is_shared, written))
         return allocator.can_append(new)
 
     def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> PrefixHit:

@@ -14,6 +14,7 @@ from cacheblend_cli.engine.core.hooks import Feature
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
+from cacheblend_cli.engine.core.speculation import Speculation
 from cacheblend_cli.engine.events import EngineStats, Limits
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
@@ -68,9 +69,10 @@ class EngineCore:
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,
+            speculation=Speculation.of(runtime) if limits.speculates else None,
         )
         self._executor = Executor(decoder, self.worker, slice_rows, extensions.decoders)
-        is_async = runtime.async_scheduling and not extensions.decoders
+        is_async = runtime.async_scheduling and not extensions.decoders and self.scheduler.speculation is None
         self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async)
 
     @property
@@ -109,7 +111,10 @@ class EngineCore:
         self.counts.scheduling_s += time.perf_counter() - scheduled_from
         output = self._executor.run(step)
         events = self._outputs.process(step, output)
-        self.counts.step_s += time.perf_counter() - start
+        took = time.perf_counter() - start
+        self.counts.step_s += took
+        if self.scheduler.speculation is not None and step.num_rows:
+            self.scheduler.speculation.costs.note(step.num_rows, took)
         if not self.scheduler.states:
             self.blocks.check_idle()
         return events
@@ -126,6 +131,8 @@ class EngineCore:
 
     def close(self) -> None:
         self.drop_all()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.costs.keep()
         self.worker.close()
 
 

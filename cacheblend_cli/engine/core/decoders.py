@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Protocol
 
 from cacheblend_cli.engine.core.sequence import Sequence
+from cacheblend_cli.engine.core.speculation import Drafts
 from cacheblend_cli.engine.worker.sampling import Draw, tokens_of
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.model.decoder import Decoder
@@ -24,9 +25,9 @@ class DecodeBackend(Protocol):
         """Split sequences into batches, one per call of `decode`."""
         ...
 
-    def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw]) -> DecodeOutput:
-        """Compute the KV of one token of each sequence, and the logits after it. pending: tokens that are only on the
-        device: of no sequence or of all."""
+    def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw], drafts: Drafts) -> DecodeOutput:
+        """Compute the KV of one token of each sequence and of its proposals, and the logits after each. pending: tokens
+        that are only on the device: of no sequence or of all; then there are no proposals."""
         ...
 
 
@@ -45,15 +46,19 @@ class OwnDecoder:
         groups = groupby(sequences, key=lambda s: rope.regime(s.kv_len + 1) if steady else s)
         return [list(group) for _, group in groups]
 
-    def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw]) -> DecodeOutput:
-        parts = [(s, s.paged) for s in sequences if s.paged is not None]
-        for sequence, paged in parts:
-            paged.ensure(sequence.kv_len + 1)
-            paged.make_writable(sequence.kv_len, sequence.kv_len + 1)
-        given = DecodeInput(
-            () if pending else tuple(s.next_token for s, _ in parts),
-            tuple(s.kv_len for s, _ in parts),
-            tuple(TableInput.of(paged) for _, paged in parts),
-            tuple(not s.replay and any(hook.watches(s.index) for hook in s.state.hooks) for s, _ in parts),
-        )
-        return self._worker.decode(given, *([tokens_of([pending[s] for s, _ in parts])] if pending else []))
+    def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw], drafts: Drafts) -> DecodeOutput:
+        """A proposal is a row like that of another sequence, with the same blocks: a layer writes K and V of all rows
+        before attention, and a row sees the positions up to its own."""
+        token_ids, kv_lens, tables, watched = list[int](), list[int](), list[TableInput](), list[bool]()
+        for sequence in sequences:
+            paged, draft, kv_len = sequence.paged, drafts.get(sequence, ()), sequence.kv_len
+            assert paged is not None
+            num_rows = 1 + len(draft)
+            paged.ensure(kv_len + num_rows)
+            paged.make_writable(kv_len, kv_len + num_rows)
+            token_ids += () if pending else (sequence.next_token, *draft)
+            kv_lens += range(kv_len, kv_len + num_rows)
+            tables += [TableInput.of(paged)] * num_rows
+            watched += [sequence.watches(place) for place in range(kv_len, kv_len + num_rows)]
+        given = DecodeInput(tuple(token_ids), tuple(kv_lens), tuple(tables), tuple(watched))
+        return self._worker.decode(given, *([tokens_of([pending[s] for s in sequences])] if pending else []))

@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torch import Tensor
 
 from cacheblend_cli.engine.core.decoders import DecodeBackend, OwnDecoder
 from cacheblend_cli.engine.core.scheduler import Step
 from cacheblend_cli.engine.core.sequence import Sequence
+from cacheblend_cli.engine.core.speculation import Drafts
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.worker.worker import DecodeOutput, Worker
 from cacheblend_cli.model.decoder import Decoder
@@ -21,10 +23,17 @@ logger = logging.getLogger("cacheblend")
 
 @dataclass(frozen=True)
 class Decoded:
-    """One decoded token for each of several sequences."""
+    """One decoded token for each of several sequences, and their proposals."""
 
     sequences: list[Sequence]
     output: DecodeOutput
+    drafts: Drafts
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The row of each sequence's newest token; its proposals follow."""
+        ends = accumulate(1 + len(self.drafts.get(s, ())) for s in self.sequences)
+        return [0, *ends][: len(self.sequences)]
 
 
 @dataclass
@@ -96,7 +105,8 @@ class Executor:
                 output.failed.append((sequence, error))
 
     def _decode(self, step: Step, output: StepOutput) -> None:
-        """Decode one token of each sequence, in the batches of its decoder. A failed batch does not affect others."""
+        """Decode one token of each sequence, and its proposals, in the batches of its decoder. A failed batch does not
+        affect others."""
         decoding: dict[DecodeBackend, list[Sequence]] = {self._own: []}  # the own one first
         for sequence in step.decode:
             try:
@@ -114,10 +124,10 @@ class Executor:
                 continue
             for batch in batches:
                 try:
-                    out = backend.decode(batch, step.pending)
+                    out = backend.decode(batch, step.pending, step.drafts)
                 except Exception as error:
                     output.failed += [(sequence, error) for sequence in batch]
                     continue
                 if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
                     out = replace(out, logits=out.logits.clone())
-                output.decoded.append(Decoded(batch, out))
+                output.decoded.append(Decoded(batch, out, step.drafts))

@@ -46,8 +46,8 @@ class Hook:
         """Return a callback for the logits, fp32 [vocab_size], that each token of answer `index` is drawn from."""
         return None
 
-    def watches(self, index: int) -> bool:
-        """Return whether `on_attention` takes the next decode step of answer `index`."""
+    def watches(self, index: int, num_tokens: int) -> bool:
+        """Return whether `on_attention` takes the attention of the token after num_tokens tokens of answer `index`."""
         return False
 
     def on_attention(self, index: int, weights: Tensor) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
 from cacheblend_cli.engine.core.report import PrefillReport, answer_of
@@ -72,7 +73,7 @@ class OutputProcessor:
         drawn = [self._draw(decoded, output) for decoded in output.decoded]
         self.append(pending)  # the host waits for the last step here, and the device computes this one
         for decoded, draws in zip(output.decoded, drawn, strict=True):
-            self._take_decoded(decoded, draws)
+            self._take_decoded(decoded, draws, output)
         for sequence, error in output.failed:
             if isinstance(error, BadChunk):
                 sequence.state.request = sequence.state.request.without(error.key, error.reason)
@@ -195,13 +196,19 @@ class OutputProcessor:
                 sequence.replay -= 1
             else:
                 going.append(index)
-        if not going:
+        first = decoded.first_rows
+        return self._draw_rows({decoded.sequences[index]: first[index] for index in going}, decoded, output)
+
+    def _draw_rows(self, rows: Mapping[Sequence, int], decoded: Decoded, output: StepOutput) -> dict[Sequence, Draw]:
+        """Draw the next token of each sequence from its row of the logits. Does not wait for the device. Failures are
+        added to `output`."""
+        if not rows:
             return {}
-        sequences, logits = [decoded.sequences[index] for index in going], decoded.output.logits
+        sequences, logits = list(rows), decoded.output.logits
         outputs = [s.output for s in sequences if s.output is not None]
-        every = len(going) == len(logits)
+        every = len(rows) == len(logits)
         try:
-            drawn = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
+            drawn = draw_next(outputs, logits if every else logits[upload(list(rows.values()), logits.device)])
         except Exception as error:  # of the operation that all share
             drawn = [error] * len(sequences)
         draws = dict[Sequence, Draw]()
@@ -212,25 +219,52 @@ class OutputProcessor:
                 draws[sequence] = draw
         return draws
 
-    def _take_decoded(self, decoded: Decoded, draws: dict[Sequence, Draw]) -> None:
+    def _take_decoded(self, decoded: Decoded, draws: dict[Sequence, Draw], output: StepOutput) -> None:
         """Handle a decode step, except for answers that ended with the token whose KV it computed."""
-        for sequence, attention in zip(decoded.sequences, decoded.output.attention, strict=True):
-            if attention is None or sequence.status is SequenceStatus.FINISHED:
-                continue
-            try:
-                for hook in sequence.state.hooks:
-                    hook.on_attention(sequence.index, attention)
-            except Exception as error:
-                self._fail(sequence.state, error)
+        for sequence, row in zip(decoded.sequences, decoded.first_rows, strict=True):
+            self._take_attention(sequence, decoded.output.attention[row])
         going = {s: draw for s, draw in draws.items() if s.status is not SequenceStatus.FINISHED}
         if self._is_async and not self._concluding:  # no token waits for a launch of a hook
             self.pending |= going
         else:
             self.append(going)
+            self._take_drafts(decoded, going, output)
         for sequence in decoded.sequences:
             unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
             if sequence.elsewhere is None and sequence.paged is not None and unseen > sequence.paged.num_freed_blocks:
                 sequence.paged.give_back(unseen)
+
+    def _take_attention(self, sequence: Sequence, attention: Tensor | None) -> None:
+        """Give a token's attention to the hooks."""
+        if attention is None or sequence.status is SequenceStatus.FINISHED:
+            return
+        try:
+            for hook in sequence.state.hooks:
+                hook.on_attention(sequence.index, attention)
+        except Exception as error:
+            self._fail(sequence.state, error)
+
+    def _take_drafts(self, decoded: Decoded, going: Collection[Sequence], output: StepOutput) -> None:
+        """Continue each answer while the token drawn is the next proposed one, whose row has the logits after it."""
+        if not decoded.drafts:
+            return
+        drafts = {s: decoded.drafts[s] for s in going if s in decoded.drafts}
+        first_rows = dict(zip(decoded.sequences, decoded.first_rows, strict=True))
+        self._counts.proposed += sum(map(len, drafts.values()))
+        for depth in itertools.count():
+            drafts = {s: draft for s, draft in drafts.items() if depth < len(draft) and _has_drawn(s, draft[depth])}
+            if not drafts:
+                return
+            for sequence in drafts:
+                sequence.kv_len += 1
+                self._take_attention(sequence, decoded.output.attention[first_rows[sequence] + depth + 1])
+            draws = self._draw_rows({s: first_rows[s] + depth + 1 for s in drafts}, decoded, output)
+            drafts = {s: drafts[s] for s in draws}
+            for sequence in draws:
+                assert sequence.output is not None
+                sequence.output.out.accepted_tokens += 1
+            self._counts.accepted += len(draws)
+            self.append(draws)
 
     def append(self, draws: Mapping[Sequence, Draw | Exception]) -> None:
         """Append tokens to their sequences, and end complete answers. Waits for the draws."""
@@ -361,3 +395,9 @@ class OutputProcessor:
     def _emit_failed(self, state: RequestState, error: Exception) -> None:
         self._counts.failed += 1
         self._emit(state, Failed(error))
+
+
+def _has_drawn(sequence: Sequence, token_id: int) -> bool:
+    """Return whether the answer continues with this token."""
+    assert sequence.output is not None
+    return sequence.status is not SequenceStatus.FINISHED and sequence.output.out.token_ids[-1] == token_id

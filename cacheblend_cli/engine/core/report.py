@@ -58,6 +58,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation) -> 
         text=generation.text,
         reasoning=generation.reasoning,
         reasoning_tokens=generation.reasoning_tokens,
+        accepted_tokens=generation.accepted_tokens,
         finish_reason=generation.finish_reason,
         model=runtime.model.name,
         mode=request.blend.mode,

@@ -26,6 +26,7 @@ from cacheblend_cli.engine.core.sequence import (
     SwappedKV,
     provenance_of,
 )
+from cacheblend_cli.engine.core.speculation import Drafts, Speculation
 from cacheblend_cli.engine.events import EngineStats
 from cacheblend_cli.engine.worker.prefill import short_rows
 from cacheblend_cli.engine.worker.sampling import Draw
@@ -45,6 +46,14 @@ class Step:
     prefill: list[Sequence] = field(default_factory=list)  # prompts whose next slice is computed, in one launch
     decode: list[Sequence] = field(default_factory=list)  # answers that get a token
     pending: Mapping[Sequence, Draw] = field(default_factory=dict)  # newest tokens that the host does not know yet
+    drafts: Drafts = field(default_factory=dict)  # proposals of answers that get a token
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that are decoded if the step does nothing else, else 0."""
+        if self.end or self.swaps or self.begin or self.prefill:
+            return 0
+        return len(self.decode) + sum(map(len, self.drafts.values()))
 
 
 @dataclass
@@ -59,6 +68,7 @@ class Scheduler:
     launch_rows: int  # maximum rows of short prompts that share a step
     swap_blocks: int  # maximum blocks on the host
     counts: EngineStats
+    speculation: Speculation | None = None
     states: list[RequestState] = field(default_factory=list)  # unfinished requests, in turn
     _step: Step = field(default_factory=Step)  # in preparation
     _prefilled: bool = False  # the last step prefilled
@@ -96,7 +106,7 @@ class Scheduler:
             while decoding and not self.blocks.can_append(_growing(decoding)):
                 self.preempt(running.pop())
                 decoding = [s for s in running if not s.prefilling]
-            self._step.decode = decoding
+            self._step.decode, self._step.drafts = decoding, self._drafts(decoding)
         step, self._step = self._step, Step()
         return step
 
@@ -112,6 +122,11 @@ class Scheduler:
             return None
         self._prefilled = False
         return Step(decode=running, pending=pending)
+
+    def _drafts(self, decoding: list[Sequence]) -> Drafts:
+        """Return the proposals of these sequences, none if the pool has no room for all."""
+        drafts = {} if self.speculation is None else self.speculation.drafts(decoding)
+        return drafts if self.blocks.can_append(_growing(decoding, drafts)) else {}
 
     @property
     def num_places(self) -> int:
@@ -231,6 +246,7 @@ class Scheduler:
         return together
 
 
-def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
-    """Return the sequences that decode into the pool's blocks, with their numbers of tokens."""
-    return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.elsewhere is None]
+def _growing(decoding: list[Sequence], drafts: Drafts | None = None) -> list[tuple[BlockTable, int, int]]:
+    """Return the sequences that decode into the pool's blocks, with their numbers of tokens and of further ones."""
+    own = [(s, s.paged) for s in decoding if s.paged is not None and s.elsewhere is None]
+    return [(paged, s.kv_len, 1 + len((drafts or {}).get(s, ()))) for s, paged in own]

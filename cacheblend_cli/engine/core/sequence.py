@@ -87,6 +87,11 @@ class Sequence:
         """Number of tokens after the prompt that need blocks at its start."""
         return 1 if self.output is None else max(1, len(self.token_ids) - self.state.num_tokens + 1)
 
+    def watches(self, place: int) -> bool:
+        """Return whether a hook takes the attention of the token at position `place`."""
+        num_tokens = place - self.state.num_tokens
+        return not self.replay and any(hook.watches(self.index, num_tokens) for hook in self.state.hooks)
+
     def stop_prefill(self) -> None:
         if self.prefill is not None:
             self.prefill.worker.end(self.prefill.number)

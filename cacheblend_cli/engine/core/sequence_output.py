@@ -36,6 +36,7 @@ class Generation:
     first_token_at: float = 0.0  # perf_counter
     decode_s: float = 0.0
     index: int = 0  # of the answer
+    accepted_tokens: int = 0  # tokens that were proposed
 
     @property
     def mean_logprob(self) -> float:

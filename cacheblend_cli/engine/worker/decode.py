@@ -85,10 +85,13 @@ class BatchRunner(EagerRunner):
 
 class GraphRunner:
     """Keeps a graph for each bucket of batch size and context length, captured on first use. The pool must outlive the
-    runner and hold one block more than the sequences, for padding and for runs before a capture."""
+    runner and hold one block more than the sequences, for padding and for runs before a capture. least_rows: of the
+    graphs of more than one row."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, capture: CaptureGraph | None = None) -> None:
-        self._decoder, self._pool = decoder, pool
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, capture: CaptureGraph | None = None, least_rows: int = 1
+    ) -> None:
+        self._decoder, self._pool, self._least_rows = decoder, pool, least_rows
         self._capture = capture or cuda_capture
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self.spare = pool.allocator.allocate(1)[0]
@@ -114,7 +117,8 @@ class GraphRunner:
     @torch.inference_mode()
     def graph(self, num_seqs: int, kv_len: int) -> DecodeGraph:
         """Return the bucket's graph, captured now on first use. Raises DeviceError if out of memory."""
-        key = (bucket(num_seqs, 1), bucket(kv_len, LEAST_KV_BUCKET))
+        least = 1 if num_seqs == 1 else bucket(self._least_rows, 1)
+        key = (bucket(num_seqs, least), bucket(kv_len, LEAST_KV_BUCKET))
         if key not in self._graphs:
             try:
                 self._graphs[key] = DecodeGraph(self._decoder, self._pool, self.spare, *key, self._capture)
@@ -200,17 +204,17 @@ class DecodeGraph:
         self._kv_lens.add_(self._live)
 
 
-def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
+def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False, least_rows: int = 1) -> DecodeRunner:
     """Return a graph runner on a GPU whose backend can be captured; an eager one if `eager`, if RoPE changes with the
     length, and with experts, transformers' layers or tensor parallelism. With a graph runner, the pool gets graphs of
-    prefills too, unless layers differ or need more than hidden states."""
+    prefills too, unless layers differ or need more than hidden states. least_rows: see `GraphRunner`."""
     spec = decoder.spec
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
     alike = decoder.rope.switches_at is None and spec.experts is None and not spec.generic  # every step
     alike = alike and decoder.part.is_whole  # an exchange between ranks is not captured
     if eager or not (capturable and alike):
         return EagerRunner(decoder, pool)
-    runner = GraphRunner(decoder, pool)
+    runner = GraphRunner(decoder, pool, least_rows=least_rows)
     if spec.latent is None and spec.streams is None and spec.shapes is None and not spec.token_width:
         from cacheblend_cli.kv.layer_graphs import LayerGraphs
 

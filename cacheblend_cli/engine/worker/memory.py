@@ -100,9 +100,10 @@ def reserve(
         ) from error
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
         warm_up(decoder, pool, config.kv_dtype)
-    runner = make_runner(decoder, pool, config.eager)
+    num_rows = 1 + config.speculate if isinstance(config.speculate, int) else 1
+    runner = make_runner(decoder, pool, config.eager, num_rows)
     if isinstance(runner, GraphRunner):
-        warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size))
+        warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size), num_rows)
     if decoder.device.type == "cuda":
         warm_up_transfer(decoder.device)
     return DeviceMemory(pool, runner, profile)
@@ -127,10 +128,12 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     warm_up_attention(decoder, pool)
 
 
-def warm_up_graphs(runner: GraphRunner, most_tokens: int) -> None:
-    """Capture the graphs of one answer after a prompt of usual length. most_tokens: of a prompt and its answer."""
+def warm_up_graphs(runner: GraphRunner, most_tokens: int, num_rows: int = 1) -> None:
+    """Capture the graphs of one answer after a prompt of usual length, of one row and of num_rows. most_tokens: of a
+    prompt and its answer."""
     for kv_len in sorted({bucket(min(n, most_tokens), LEAST_KV_BUCKET) for n in WARM_UP_KV_LENS}):
-        runner.graph(1, kv_len)
+        for count in {1, num_rows}:
+            runner.graph(count, kv_len)
 
 
 def warm_up_transfer(device: torch.device) -> None:

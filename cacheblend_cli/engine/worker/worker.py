@@ -51,11 +51,12 @@ class Swap:
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """One decode step of several sequences, with one entry per sequence in each field."""
+    """One decode step, with one entry per row in each field. A sequence has one row, and one for each proposal, at the
+    next positions of the same table."""
 
     token_ids: tuple[int, ...]  # the newest tokens, whose KV is computed; empty if they are on the device alone
     kv_lens: tuple[int, ...]  # tokens whose KV is in the table
-    tables: tuple[TableInput, ...]  # each has room for one more token, in a block that is not shared
+    tables: tuple[TableInput, ...]  # each has room for its rows, in blocks that are not shared
     watched: tuple[bool, ...]  # whether to return the attention
 
 
@@ -63,7 +64,7 @@ class DecodeInput:
 class DecodeOutput:
     """Result of a decode step."""
 
-    logits: Tensor  # fp32 [num_seqs, vocab_size], valid until the next step
+    logits: Tensor  # fp32 [num_rows, vocab_size], valid until the next step
     attention: list[Tensor | None]  # [kv_len + 1] fp32 of the newest token, summed over observed layers, or None
 
 
@@ -99,7 +100,7 @@ class Worker(BlockSpace):
             state.__exit__(None, None, None)
 
     def decode(self, given: DecodeInput, tokens: Tensor | None = None) -> DecodeOutput:
-        """Compute one token of each sequence: its KV, and the logits after it. tokens: [num_seqs] int64 on the device,
+        """Compute a token for each row: its KV, and the logits after it. tokens: [num_rows] int64 on the device,
         None for given.token_ids."""
         views = [self._view(table) for table in given.tables]
         observed = [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)]

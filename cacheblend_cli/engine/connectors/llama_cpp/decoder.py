@@ -12,6 +12,7 @@ from cacheblend_cli.engine.connectors.llama_cpp.library import LlamaError, libra
 from cacheblend_cli.engine.connectors.llama_cpp.llama import LlamaCpp, LlamaSequence
 from cacheblend_cli.engine.connectors.llama_cpp.trial import check_runs
 from cacheblend_cli.engine.core.sequence import Sequence
+from cacheblend_cli.engine.core.speculation import Drafts
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import DecodeOutput, TableInput, Worker
@@ -90,11 +91,14 @@ class LlamaDecoder:
     def batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         return [sequences]
 
-    def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw]) -> DecodeOutput:
+    def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw], drafts: Drafts) -> DecodeOutput:
         assert not pending, "steps are scheduled one by one with another decoder"
         held = [s.elsewhere for s in sequences if isinstance(s.elsewhere, LlamaSequence)]
-        logits = held[0].engine.decode(held, [s.next_token for s in sequences])
-        return DecodeOutput(logits.to(self._runtime.decoder.device), [None] * len(sequences))
+        engine = held[0].engine
+        for own, sequence in zip(held, sequences, strict=True):
+            engine.cut(own, sequence.kv_len)  # proposals that the answer did not take
+        logits = engine.decode(held, [(s.next_token, *drafts.get(s, ())) for s in sequences])
+        return DecodeOutput(logits.to(self._runtime.decoder.device), [None] * len(logits))
 
     def describe(self) -> dict[str, str | int]:
         """Return facts for `doctor`, after loading llama.cpp."""

@@ -93,13 +93,27 @@ class LlamaCpp:
         self._live[index] = sequence
         return sequence
 
-    def decode(self, sequences: Sequence[LlamaSequence], tokens: Sequence[int]) -> Tensor:
-        """Append a token to each sequence. Returns fp32 logits [num_seqs, vocab_size]. Raises LlamaError."""
-        self._fit(len(sequences), 0)
-        logits = self._run(tokens, [s.num_tokens for s in sequences], [s.index for s in sequences])
-        for sequence in sequences:
-            sequence.num_tokens += 1
+    def decode(self, sequences: Sequence[LlamaSequence], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens to each sequence, at least one. Returns fp32 logits after each of them, [num_rows, vocab_size].
+        Raises LlamaError."""
+        ids, positions, indexes = list[int](), list[int](), list[int]()
+        for sequence, own in zip(sequences, tokens, strict=True):
+            ids += own
+            positions += range(sequence.num_tokens, sequence.num_tokens + len(own))
+            indexes += [sequence.index] * len(own)
+        self._fit(len(ids), 0)
+        logits = self._run(ids, positions, indexes)
+        for sequence, own in zip(sequences, tokens, strict=True):
+            sequence.num_tokens += len(own)
         return logits
+
+    def cut(self, sequence: LlamaSequence, num_tokens: int) -> None:
+        """Remove the KV of a sequence from position num_tokens on. Raises LlamaError."""
+        if sequence.num_tokens > num_tokens:
+            memory = self.library.llama_get_memory(self._context)
+            if not self.library.llama_memory_seq_rm(memory, sequence.index, num_tokens, -1):
+                raise self.library.error("llama.cpp cannot remove KV from the end of a sequence")
+            sequence.num_tokens = num_tokens
 
     def drop(self, sequence: LlamaSequence) -> None:
         if self._live.get(sequence.index) is sequence:
@@ -128,6 +142,10 @@ class LlamaCpp:
         self._context = self._model = self._num_cells = self._num_places = 0
 
     def _run(self, tokens: Sequence[int], positions: Sequence[int], indexes: Sequence[int]) -> Tensor:
+        most = max(LEAST_BATCH, self._num_places)
+        if len(tokens) > most:
+            parts = [slice(start, start + most) for start in range(0, len(tokens), most)]
+            return torch.cat([self._run(tokens[part], positions[part], indexes[part]) for part in parts])
         batch = self._batch
         batch.n_tokens = len(tokens)
         for row, (token, position, index) in enumerate(zip(tokens, positions, indexes, strict=True)):

@@ -1,0 +1,188 @@
+"""Speculative decoding: tokens that prompt lookup proposes are computed in one step with the newest token, as further
+rows. The answer takes them as far as they are the tokens that are drawn (Leviathan et al. 2023, with a draft that is
+certain of one token), so that it is the same with and without proposals, to the token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.engine.core.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
+from cacheblend_cli.engine.core.sequence import Sequence
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
+
+Drafts = dict[Sequence, tuple[int, ...]]
+"""Proposed tokens of each sequence that has any, in order."""
+
+FORMAT = 1
+MOST_ROWS = 16
+"""Maximum rows of a step with proposals."""
+WORTH = 1.03
+"""Expected speed-up from which a step takes proposals."""
+ROW_COST = 0.1
+"""Cost of a further row until it is measured, as a share of a step. A low guess is tried, and then measured."""
+CHANCES = (0.4, 0.7, 0.8, 0.87, 0.87, 0.9, 0.93)
+"""Chance that the token after a match of LEAST_MATCH to MOST_MATCH tokens is the next one, before any is seen: rounded
+shares of three models' answers."""
+FORGETTING, SEEN = 0.97, 10.0  # weight of earlier observations for each later one; observations that CHANCES stand for
+
+
+class StepCosts:
+    """Cost of a decode step by its number of rows, relative to a step of one row; measured while answers are decoded,
+    and kept for later processes in a file of the user's cache. path: of this file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._kept = path, self._read(path)
+        self._costs = {1: 1.0} | self._kept
+        self._step_s = 0.0  # of one row lately, 0 before the first
+
+    @staticmethod
+    def _read(path: Path) -> dict[int, float]:
+        try:
+            costs = msgspec.json.decode(user_cache.recall(path), type=dict[int, float])
+        except msgspec.MsgspecError:
+            return {}
+        valid = all(1 < rows <= MOST_ROWS and 0 < cost <= rows for rows, cost in costs.items())
+        return costs if valid else {}
+
+    def __call__(self, num_rows: int) -> float:
+        known = max(n for n in self._costs if n <= num_rows)
+        return self._costs[known] + ROW_COST * (num_rows - known)
+
+    @property
+    def known(self) -> bool:
+        """Return whether a step was measured."""
+        return self._step_s > 0
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Take the time of a step."""
+        if num_rows > MOST_ROWS:
+            return
+        cost, rows = self(num_rows), float(num_rows)
+        if num_rows > 1 and self.known:
+            found = min(max(seconds / self._step_s, 0.5), rows)  # bounded, because other programs disturb single steps
+            self._costs[num_rows] = min(cost + 0.15 * (found - cost), rows)
+        self._step_s += (0.4 if self.known else 1.0) * (seconds / cost - self._step_s)
+
+    def keep(self) -> None:
+        """Write the file if the costs have changed."""
+        costs = {rows: round(cost, 2) for rows, cost in self._costs.items() if rows > 1}
+        if any(abs(cost - self._kept.get(rows, 0.0)) > 0.05 * cost for rows, cost in costs.items()):
+            self._kept = costs
+            user_cache.keep(self._path, json.dumps(costs))
+
+
+@dataclass
+class Acceptance:
+    """Share of right tokens after matches of LEAST_MATCH to MOST_MATCH tokens, lately."""
+
+    _right: list[float] = field(default_factory=lambda: [SEEN * chance for chance in CHANCES])
+    _seen: list[float] = field(default_factory=lambda: [SEEN] * len(CHANCES))
+
+    def __call__(self, num_tokens: int) -> float:
+        """Return the share for matches of num_tokens, at most MOST_MATCH are told apart."""
+        index = min(num_tokens, MOST_MATCH) - LEAST_MATCH
+        return self._right[index] / self._seen[index]
+
+    def note(self, num_tokens: int, right: bool) -> None:
+        index = min(num_tokens, MOST_MATCH) - LEAST_MATCH
+        self._right[index] = FORGETTING * self._right[index] + right
+        self._seen[index] = FORGETTING * self._seen[index] + 1
+
+
+@dataclass(eq=False)
+class Guess:
+    """What follows the tokens of an answer according to their last match."""
+
+    lookup: PromptLookup
+    match: Match | None = None
+    num_tokens: int = 0  # of the answer when it was looked up
+
+
+class Speculation:
+    """Chooses the proposals of each step: as many as make it faster, by the costs of steps and by how often such
+    proposals were right, and so none beside a full batch.
+
+    num_tokens: proposals of each sequence instead, as many as there are up to this number."""
+
+    def __init__(self, model: LoadedModel, num_tokens: int | None = None) -> None:
+        decoder = model.decoder
+        machine = cpu_name(), *cpu_features(), str(decoder.device), torch.get_num_threads()
+        identity = (
+            FORMAT,
+            model.fingerprint,
+            str(decoder.dtype),
+            decoder.kernels.name,
+            decoder.part.ranks.size,
+            *machine,
+        )
+        self.costs, self.accepted = StepCosts(user_cache.place("steps", *identity)), Acceptance()
+        self._rope, self._num_tokens = decoder.rope, num_tokens
+        self._guesses = WeakKeyDictionary[Sequence, Guess]()
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Speculation | None:
+        """Return the speculation that the settings ask for, None for none. By default there is none on a GPU, which
+        computes a step before the last token is known. A model whose rows depend on their number has none."""
+        asked, model = runtime.config.speculate, runtime.model
+        on_cpu = model.decoder.device.type == "cpu" and not runtime.async_scheduling
+        if not model.decoder.steady or asked == "off" or not (on_cpu or isinstance(asked, int)):
+            return None
+        return cls(model, asked if isinstance(asked, int) else None)
+
+    def drafts(self, sequences: Several[Sequence]) -> Drafts:
+        """Return the proposals of a step that decodes these sequences."""
+        matches = {s: match for s in sequences if (match := self._match(s)) is not None and match.followers}
+        if self._num_tokens is not None:
+            return {s: match.followers for s, match in matches.items()}
+        if not matches or not self.costs.known:
+            return {}
+        offers = list[tuple[float, Sequence]]()
+        for sequence, match in matches.items():
+            chance = 1.0
+            for depth in range(len(match.followers)):
+                chance *= self.accepted(match.num_tokens + depth)
+                offers.append((chance, sequence))
+        offers.sort(key=lambda offer: -offer[0])
+        expected = plain = float(len(sequences))
+        best, count = WORTH * plain / self.costs(len(sequences)), 0
+        for index, (chance, _) in enumerate(offers[: max(0, MOST_ROWS - len(sequences))], start=1):
+            expected += chance
+            if (rate := expected / self.costs(len(sequences) + index)) > best:
+                best, count = rate, index
+        taken = [sequence for _, sequence in offers[:count]]
+        return {s: matches[s].followers[: taken.count(s)] for s in dict.fromkeys(taken)}
+
+    def _match(self, sequence: Sequence) -> Match | None:
+        """Return the match of a sequence's last tokens, after learning from the one before. None in a replay."""
+        output = sequence.output
+        assert output is not None
+        if sequence.replay:
+            return None
+        guess = self._guesses.get(sequence)
+        if guess is None:
+            guess = self._guesses[sequence] = Guess(PromptLookup(sequence.state.request.plan.token_ids))
+        ids = output.out.token_ids
+        self._learn(guess, ids)
+        most = max(0, min(self._num_tokens or MOST_ROWS - 1, output.max_tokens - len(ids) - 1))
+        if self._rope.regime(sequence.kv_len + 1 + most) != self._rope.regime(sequence.kv_len + 1):
+            most = 0
+        guess.match, guess.num_tokens = guess.lookup.find(ids, most), len(ids)
+        return guess.match
+
+    def _learn(self, guess: Guess, ids: list[int]) -> None:
+        if guess.match is None:
+            return
+        for depth, (token_id, drawn) in enumerate(zip(guess.match.followers, ids[guess.num_tokens :], strict=False)):
+            self.accepted.note(guess.match.num_tokens + depth, token_id == drawn)
+            if token_id != drawn:
+                break
