@@ -4,6 +4,7 @@ from a warm store and of transformers, loading alone, and decoding, each against
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ PROFILED = ("full", "query 0.15", "hkvd 0.15", "query 0.15 in the pool")
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 LOSSY = 0.1  # tolerance of logits over KV in few bits
 WARM_STEPS = 4  # of decoding: they capture the graph
+PROPOSED = 4  # tokens beside each step
 
 
 def cases(context: Context) -> Cases:
@@ -82,6 +84,7 @@ def length_cases(context: Context, bench: Bench, length: int, prefills: tuple[st
     yield case("load", "load", partial(load, bench, length))
     for batch in filter(partial(_fits, bench, length), bench.scenario.batches):
         yield case(f"decode, batch {batch}", "decode", partial(decode, bench, length, batch))
+    yield case(f"decode, {PROPOSED} proposals", "decode", partial(decode, bench, length, 1, PROPOSED))
     if bench.device.type == "cuda":
         for name in PROFILED:
             yield case(f"{name}, profiled", "profiles", partial(profiled, bench, length, name))
@@ -173,10 +176,11 @@ def load(bench: Bench, length: int) -> list[dict[str, Any]]:
     return [{**row, "share": speed / ceiling}]
 
 
-def decode(bench: Bench, length: int, batch: int) -> list[dict[str, Any]]:
-    """Measure a batch by the engine's loop: the first token of its first prompt, then steps of all sequences."""
+def decode(bench: Bench, length: int, batch: int, proposals: int = 0) -> list[dict[str, Any]]:
+    """Measure a batch by the engine's loop: the first token of its first prompt, then steps of all sequences.
+    proposals: tokens that each step computes besides, most of them wrong."""
     itemsize, num_steps = bench.model.decoder.dtype.itemsize, bench.scenario.decode_steps
-    with Decoding(bench, length, batch) as decoding:
+    with Decoding(bench, length, batch, proposals) as decoding:
         decoding.run(WARM_STEPS)
         start, before = time.perf_counter(), decoding.num_tokens
         decoding.run(num_steps)
@@ -184,7 +188,8 @@ def decode(bench: Bench, length: int, batch: int) -> list[dict[str, Any]]:
         seconds, tokens = time.perf_counter() - start, decoding.num_tokens - before
     weights = decode_weight_bytes(bench.model.spec, itemsize)
     floor = decode_floor(bench.model.spec, weights, batch * (length + num_steps / 2), itemsize, bench.ceilings)
-    row = {"length": length, "case": f"batch {batch}", "first_token_s": decoding.first_token_s, "tokens": tokens}
+    case = f"batch {batch}, {proposals} proposals" if proposals else f"batch {batch}"
+    row = {"length": length, "case": case, "first_token_s": decoding.first_token_s, "tokens": tokens}
     row |= {"tokens_per_s": tokens / seconds, "step_s": seconds / num_steps, "floor_s": floor}
     return [{**row, "share": floor / row["step_s"]}]
 
@@ -194,18 +199,22 @@ def _fits(bench: Bench, length: int, batch: int) -> bool:
     return batch * (length + _room(bench, batch) + BLOCK_SIZE) <= bench.memory.pool.allocator.num_blocks * BLOCK_SIZE
 
 
-def _room(bench: Bench, batch: int) -> int:
+def _room(bench: Bench, batch: int, proposals: int = 0) -> int:
     """Return the tokens that an answer of a batch may have: prompts begin one after another."""
-    return bench.scenario.decode_steps + WARM_STEPS + 8 * batch
+    return (1 + proposals) * (bench.scenario.decode_steps + WARM_STEPS) + 8 * batch
 
 
 class Decoding:
     """An engine that has prefilled a batch of prompts from stored KV, and decodes them."""
 
-    def __init__(self, bench: Bench, length: int, batch: int) -> None:
+    def __init__(self, bench: Bench, length: int, batch: int, proposals: int = 0) -> None:
         limits = Limits(max_sequences=batch, enable_prefix_caching=False)
-        self._core = EngineCore(bench.runtime, limits, bench.memory)
-        request = bench.request(length, BlendParams(mode="reuse"), max_tokens=_room(bench, batch))
+        runtime = copy.copy(bench.runtime)
+        runtime.config = replace(bench.runtime.config, speculate=proposals or "off")
+        self._core = EngineCore(runtime, limits, bench.memory)
+        if (speculation := self._core.scheduler.speculation) is not None:
+            speculation.drafts = lambda sequences: {s: (s.next_token,) * proposals for s in sequences}  # type: ignore[method-assign]
+        request = bench.request(length, BlendParams(mode="reuse"), max_tokens=_room(bench, batch, proposals))
         self._states = [RequestState(replace(request), number) for number in range(batch)]
         self.first_token_s = 0.0
 
