@@ -83,6 +83,7 @@ class Models:
         return [
             "env",
             "CACHEBLEND_STOP_REPETITION=false",
+            "CACHEBLEND_SPECULATE=off",  # random weights repeat themselves
             *CLI,
             *asked,
             "--max-tokens",

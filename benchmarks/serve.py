@@ -151,7 +151,7 @@ def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any])
     config = json.loads(arguments.config.read_text()) | (TINY if arguments.quick else {})
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = write_checkpoint(folder / "model", folder / "config.json")
-    engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32"))
+    engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32", speculate="off"))
     store = ChunkStore.open(folder / "store", mode="write")
     asked = questions(collect(engine, store, folder / "docs", arguments), arguments)
     prompts = [tuple(resolve(engine.runtime, store, q).plan.token_ids) for q in asked]
