@@ -90,7 +90,9 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     from cacheblend_cli.types import BlendParams, SamplingParams
 
     dtype, weights = PRECISIONS[precision]
-    config = EngineConfig(model=str(Models(folder).checkpoint(dtype)), dtype=dtype, weight_dtype=weights)
+    config = EngineConfig(
+        model=str(Models(folder).checkpoint(dtype)), dtype=dtype, weight_dtype=weights, speculate="off"
+    )
     runtime = Runtime.load(config)
     ids, generator = ordinary_ids(runtime.model), torch.Generator().manual_seed(1)
     lengths = even_lengths(CONTEXT - SUFFIX - len(runtime.template.prefix_ids), CHUNKS)
