@@ -82,6 +82,7 @@ class Models:
         ]
         return [
             "env",
+            "CACHEBLEND_SPECULATE=off",  # random weights repeat themselves
             "CACHEBLEND_STOP_REPETITION=false",
             "CACHEBLEND_SPECULATE=off",  # random weights repeat themselves
             *CLI,

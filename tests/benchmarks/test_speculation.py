@@ -1,0 +1,115 @@
+"""benchmarks/speculation.py: what is asked, answers that must be equal, sums, checkpoints and the page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+KINDS = ("quote", "office", "office, long", "free")
+
+
+@pytest.fixture
+def speculation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("speculation")
+
+
+class FakeEngine:
+    """Gives one answer, of which each call proposes and accepts tokens."""
+
+    def __init__(self, ids: list[int], rate: float, accepted: int = 0) -> None:
+        self.proposed, self._accepted = 0, accepted
+        self._answer = SimpleNamespace(
+            text="", generated_ids=ids, accepted_tokens=accepted, timing=SimpleNamespace(decode_tokens_per_s=rate)
+        )
+        self.service = SimpleNamespace(stats=lambda: SimpleNamespace(proposed=self.proposed))
+
+    def ask(self, question: str, documents: list[str]) -> Any:
+        self.proposed += 3 * self._accepted
+        return self._answer
+
+
+def result_of(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    case = {"weights": "Q4_1", "dtype": "bfloat16", "others": 0.0, "rounds": rounds}
+    hardware = {"cores": 2, "memory_gib": 8, "threads": 2, "torch": "2"}
+    return {
+        "one, AVX2": {"rounds": 2, "tokens": 9, "questions": 1, "hardware": hardware, "cases": {"smollm2, file": case}}
+    }
+
+
+def test_every_kind_has_up_to_as_many_questions_over_ten_pages(speculation: ModuleType) -> None:
+    texts, questions = speculation.pages_and_questions(8)
+    assert len(texts) == 10
+    assert {kind: len(own) for kind, own in questions.items()} == dict(zip(KINDS, (8, 8, 8, 4), strict=True))
+    assert questions["office, long"][0] == questions["office"][0] + speculation.LONG
+    assert len(set(questions["quote"])) == 8
+
+
+def test_seconds_are_those_of_the_tokens_after_the_first(speculation: ModuleType) -> None:
+    ids = [5, 6, 7, 8, 9]
+    found = speculation.ask_both({"off": FakeEngine(ids, 2.0), "auto": FakeEngine(ids, 8.0, 2)}, "?", [], True)
+    assert found == {"answers": 1, "decoded": 4, "accepted": 2, "proposed": 6, "off_s": 2.0, "auto_s": 0.5}
+    assert speculation.added([found, found])["decoded"] == 8
+    short = {"off": FakeEngine([5, 6], 2.0), "auto": FakeEngine([5, 6], 2.0)}
+    assert speculation.ask_both(short, "?", [], False) is None
+
+
+def test_answers_that_differ_end_the_script(speculation: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="differ"):
+        speculation.ask_both({"off": FakeEngine([5, 6, 7], 1.0), "auto": FakeEngine([5, 6, 8], 1.0)}, "?", [], False)
+
+
+def test_a_float32_checkpoint_has_the_weights_of_the_file(
+    speculation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_cli.model.gguf_files import conversion
+
+    converted, out = tmp_path / "converted", tmp_path / "out"
+    converted.mkdir()
+    (converted / "config.json").write_text("{}")
+    kind, random = gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(0)
+    blocks = [gguf.quantize(random.normal(size=(4, 32)).astype(np.float32), kind) for _ in range(2)]
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"".join(part.tobytes() for part in blocks))
+    size = blocks[0].nbytes
+    stored = {f"{place}.weight": conversion.StoredTensor("Q8_0", (4, 32), place * size, size) for place in range(2)}
+    conversion.write_index(converted, file, file.stat(), stored)
+    monkeypatch.setattr(conversion, "model_dir_of", lambda file: converted)
+    assert speculation.write_float32(file, out) == out
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        for place, part in enumerate(blocks):
+            read = weights.get_tensor(f"{place}.weight")
+            assert read.dtype == torch.float32
+            assert np.array_equal(read.numpy(), gguf.dequantize(part, kind))
+
+
+def test_the_page_has_ratios_of_all_seconds_and_of_each_round(speculation: ModuleType) -> None:
+    one = {"answers": 1, "decoded": 10, "accepted": 5, "proposed": 8, "off_s": 4.0, "auto_s": 1.0}
+    rounds = [{"quote": one, "free": one}, {"quote": one | {"auto_s": 3.0}}]
+    page = speculation.table(result_of(rounds))
+    assert (
+        "| smollm2 | Q4_1 | bfloat16 | quote | 2 | 22 | 2.00 | 10 / 16 | 2.5 | 5.0 | 2.00 | 1.33 to 4.00 | 0.00 |"
+        in page
+    )
+    assert "| free | 1 | 11 | 2.00 | 5 / 8 | 2.5 | 10.0 | 4.00 | 4.00 to 4.00 |" in page
+    assert "    python benchmarks/speculation.py --models DIR --rounds 2 --tokens 9 --questions 1\n" in page
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + len(KINDS)  # a kind without answers has a line, too
+
+
+def test_the_committed_page_is_that_of_the_committed_results(speculation: ModuleType) -> None:
+    if not speculation.RESULTS.exists():
+        pytest.skip("not measured yet")
+    page = speculation.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    assert page == speculation.table(json.loads(speculation.RESULTS.read_text(encoding="utf-8")))
