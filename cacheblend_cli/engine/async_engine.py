@@ -158,8 +158,7 @@ class AsyncEngine:
 
     def _fail_all(self, error: Exception) -> None:
         """End all requests with the error of a whole step: what it left of their KV is unknown."""
-        states = [state for state in self._core.scheduler.states if state.parent is None]
-        self._core.drop_all()
+        states = self._core.drop_all()
         for state, event in self._core.flush():  # of earlier parts of the step
             self._emit(state, event)
         for state in states:

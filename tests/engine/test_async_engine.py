@@ -14,6 +14,7 @@ from engine_driver import SAMPLING, WAIT_S, Listener, StoredEngine, open_stored_
 
 from cacheblend_cli.collect import collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
 from cacheblend_cli.engine.request.request import Request
@@ -181,6 +182,26 @@ def test_the_requests_of_a_step_that_fails_end_and_later_ones_are_answered(
             assert "planted" in str(last.error)
     assert submit(service, stored.request())[0].done().answers[0].text == expected
     assert service.stats().running == 0
+
+
+def test_a_step_that_fails_ends_requests_whose_chunks_are_being_stored(
+    stored: StoredEngine, service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored.store.evict_chunks(stored.keys)
+    core, failed = service._core, list[bool]()
+
+    def fail() -> Step:
+        if core.busy and not core.scheduler.states:  # nothing but the work of hooks
+            failed.append(True)
+            raise MemoryError("planted")
+        return Scheduler.schedule(core.scheduler)
+
+    monkeypatch.setattr(core.scheduler, "schedule", fail)
+    last = submit(service, stored.request())[0].last.result(WAIT_S)
+    assert isinstance(last, Failed)
+    assert "planted" in str(last.error)
+    assert failed == [True]
+    assert not core.busy
 
 
 def test_work_runs_in_the_engines_thread(stored: StoredEngine, service: AsyncEngine) -> None:

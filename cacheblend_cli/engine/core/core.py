@@ -124,10 +124,12 @@ class EngineCore:
         self._outputs.flush()
         return self._outputs.take_events()
 
-    def drop_all(self) -> None:
-        """Drop all requests, without an event, and give back their blocks."""
-        for state in list(self.scheduler.states):
+    def drop_all(self) -> list[RequestState]:
+        """Drop all requests, without an event, and give back their blocks. Returns them, without further requests."""
+        dropped = [*self.scheduler.states, *self._outputs.stop_concluding()]
+        for state in dropped:
             self._outputs.drop(state)
+        return [state for state in dropped if state.parent is None]
 
     def close(self) -> None:
         self.drop_all()

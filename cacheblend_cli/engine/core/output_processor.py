@@ -59,6 +59,12 @@ class OutputProcessor:
         """Return whether hooks still work for requests whose answers are complete."""
         return bool(self._concluding)
 
+    def stop_concluding(self) -> list[RequestState]:
+        """Drop what is left of hooks' work. Returns the requests that it was for."""
+        states = [state for state, *_ in self._concluding]
+        self._concluding.clear()
+        return states
+
     def process(self, step: Step, output: StepOutput) -> Events:
         """Process a step's results. Returns the events of its requests, in order."""
         if self._concluding:

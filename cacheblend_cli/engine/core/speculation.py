@@ -17,7 +17,6 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.engine.core.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 
 Drafts = dict[Sequence, tuple[int, ...]]
@@ -114,17 +113,11 @@ class Speculation:
 
     num_tokens: proposals of each sequence instead, as many as there are up to this number."""
 
-    def __init__(self, model: LoadedModel, num_tokens: int | None = None) -> None:
-        decoder = model.decoder
-        machine = cpu_name(), *cpu_features(), str(decoder.device), torch.get_num_threads()
-        identity = (
-            FORMAT,
-            model.fingerprint,
-            str(decoder.dtype),
-            decoder.kernels.name,
-            decoder.part.ranks.size,
-            *machine,
-        )
+    def __init__(self, runtime: Runtime, num_tokens: int | None = None) -> None:
+        model, config, decoder = runtime.model, runtime.config, runtime.decoder
+        machine = cpu_name(), *cpu_features(), str(decoder.device), torch.get_num_threads(), decoder.part.ranks.size
+        how = str(decoder.dtype), config.weight_dtype, config.decode_with, config.decode_model, decoder.kernels.name
+        identity = FORMAT, model.fingerprint, *how, *machine
         self.costs, self.accepted = StepCosts(user_cache.place("steps", *identity)), Acceptance()
         self._rope, self._num_tokens = decoder.rope, num_tokens
         self._guesses = WeakKeyDictionary[Sequence, Guess]()
@@ -133,11 +126,11 @@ class Speculation:
     def of(cls, runtime: Runtime) -> Speculation | None:
         """Return the speculation that the settings ask for, None for none. By default there is none on a GPU, which
         computes a step before the last token is known. A model whose rows depend on their number has none."""
-        asked, model = runtime.config.speculate, runtime.model
-        on_cpu = model.decoder.device.type == "cpu" and not runtime.async_scheduling
-        if not model.decoder.steady or asked == "off" or not (on_cpu or isinstance(asked, int)):
+        asked, decoder = runtime.config.speculate, runtime.decoder
+        on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling
+        if not decoder.steady or asked == "off" or not (on_cpu or isinstance(asked, int)):
             return None
-        return cls(model, asked if isinstance(asked, int) else None)
+        return cls(runtime, asked if isinstance(asked, int) else None)
 
     def drafts(self, sequences: Several[Sequence]) -> Drafts:
         """Return the proposals of a step that decodes these sequences."""
