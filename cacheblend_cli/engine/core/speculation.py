@@ -134,6 +134,8 @@ class Speculation:
 
     def drafts(self, sequences: Several[Sequence]) -> Drafts:
         """Return the proposals of a step that decodes these sequences."""
+        if self._num_tokens is None and len(sequences) >= MOST_ROWS:
+            return {}
         matches = {s: match for s in sequences if (match := self._match(s)) is not None and match.followers}
         if self._num_tokens is not None:
             return {s: match.followers for s, match in matches.items()}
@@ -148,7 +150,7 @@ class Speculation:
         offers.sort(key=lambda offer: -offer[0])
         expected = plain = float(len(sequences))
         best, count = WORTH * plain / self.costs(len(sequences)), 0
-        for index, (chance, _) in enumerate(offers[: max(0, MOST_ROWS - len(sequences))], start=1):
+        for index, (chance, _) in enumerate(offers[: MOST_ROWS - len(sequences)], start=1):
             expected += chance
             if (rate := expected / self.costs(len(sequences) + index)) > best:
                 best, count = rate, index
