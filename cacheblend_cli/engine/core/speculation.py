@@ -17,6 +17,7 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.engine.core.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 
@@ -127,6 +128,8 @@ class Speculation:
         )
         self.costs, self.accepted = StepCosts(user_cache.place("steps", *identity)), Acceptance()
         self._rope, self._num_tokens = decoder.rope, num_tokens
+        # torch rounds a row's product in another way with more rows: only batches padded to as many are alike
+        self._padded = decoder.steady_rows > 1 and decoder.device.type == "cpu"
         self._guesses = WeakKeyDictionary[Sequence, Guess]()
 
     @classmethod
@@ -143,7 +146,8 @@ class Speculation:
         """Return the proposals of a step that decodes these sequences."""
         matches = {s: match for s in sequences if (match := self._match(s)) is not None and match.followers}
         if self._num_tokens is not None:
-            return {s: match.followers for s, match in matches.items()}
+            room = max(0, STEADY_ROWS - len(sequences)) // max(1, len(matches)) if self._padded else self._num_tokens
+            return {s: match.followers[:room] for s, match in matches.items() if room}
         if not matches or not self.costs.known:
             return {}
         offers = list[tuple[float, Sequence]]()
@@ -155,7 +159,8 @@ class Speculation:
         offers.sort(key=lambda offer: -offer[0])
         expected = plain = float(len(sequences))
         best, count = WORTH * plain / self.costs(len(sequences)), 0
-        for index, (chance, _) in enumerate(offers[: max(0, MOST_ROWS - len(sequences))], start=1):
+        most_rows = STEADY_ROWS if self._padded else MOST_ROWS
+        for index, (chance, _) in enumerate(offers[: max(0, most_rows - len(sequences))], start=1):
             expected += chance
             if (rate := expected / self.costs(len(sequences) + index)) > best:
                 best, count = rate, index
