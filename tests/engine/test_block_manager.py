@@ -102,16 +102,20 @@ class Machine(RuleBasedStateMachine):
         self.blocks.keep(held.paged, held.ids, held.origin)
 
     @precondition(lambda self: any(h.paged for h in self.held))
-    @rule(data=st.data(), token=st.integers(0, 2))
-    def append(self, data: st.DataObject, token: int) -> None:
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=2 * SIZE + 1))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Several tokens, of which a step may take back the last."""
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        if not self.blocks.can_append([(held.paged, len(held.ids), 1)]):
+        at, end = len(held.ids), len(held.ids) + len(tokens)
+        fits = self.blocks.can_append([(held.paged, at, len(tokens))])
+        shared = sum(map(self.pool.allocator.is_shared, held.paged.blocks[at // SIZE : -(-end // SIZE)]))
+        assert fits == (max(0, -(-end // SIZE) - len(held.paged.blocks)) + shared <= self.pool.allocator.num_free)
+        if not fits:
             return
-        at = len(held.ids)
-        held.paged.ensure(at + 1)
-        held.paged.make_writable(at, at + 1)
-        held.ids, held.marks = [*held.ids, token], [*held.marks, 0.0]
+        held.paged.ensure(end)
+        held.paged.make_writable(at, end)
+        held.ids, held.marks = [*held.ids, *tokens], [*held.marks, *[0.0] * len(tokens)]
         self.write(held, at)
 
     @precondition(lambda self: any(h.paged for h in self.held))

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search of every place; costs of steps and shares of right proposals; the choice of proposals."""
+"""Prompt lookup against a search of every place; costs of steps, shares of right proposals, and the choice of them."""
 
 from __future__ import annotations
 
