@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(h.paged for h in self.held))
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=2 * SIZE + 1))
     def append(self, data: st.DataObject, tokens: list[int]) -> None:
-        """Several tokens, of which a step may take back the last."""
+        """Of one token, or of several as with proposals."""
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
         at, end = len(held.ids), len(held.ids) + len(tokens)

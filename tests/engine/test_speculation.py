@@ -177,9 +177,9 @@ def of_length(stored: StoredEngine, num_tokens: int, **sampling: Any) -> AskRequ
 def check_model(stored: StoredEngine, oracle: Oracle) -> CoreDriver:
     """Where frequencies depend on the length, they change within the answers."""
     switches = stored.engine.runtime.decoder.rope.switches_at
-    length = 30 if switches is None else switches - 17
-    questions = [of_length(stored, length, **GREEDY), of_length(stored, length + 4, **SAMPLED)]
-    questions = [replace(q, sampling=replace(q.sampling, max_tokens=24)) for q in questions]
+    lengths = (30, 34) if switches is None else range(switches - 18, switches - 6, 2)
+    settings = (GREEDY | {"max_tokens": 24}, SAMPLED | {"max_tokens": 24})
+    questions = [of_length(stored, length, **settings[i % 2]) for i, length in enumerate(lengths)]
     return check(stored, oracle, questions)[0]
 
 
@@ -337,6 +337,7 @@ def test_an_answer_ends_at_any_token_of_a_proposal(stored: StoredEngine, oracle:
     assert len({len(a.generated_ids) for a in answers}) > 10
     assert {a.finish_reason for a in answers} == {"stop", "length"}
     assert driver.core.counts.generated == sum(len(a.generated_ids) for a in answers)
+    assert driver.core.counts.accepted == sum(a.accepted_tokens for a in answers), "nothing is taken after the end"
 
 
 def test_an_answer_ends_at_the_models_own_token(stored: StoredEngine, oracle: Oracle) -> None:
