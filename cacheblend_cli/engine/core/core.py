@@ -69,7 +69,7 @@ class EngineCore:
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,
-            speculation=Speculation.of(runtime) if limits.speculates else None,
+            speculation=Speculation.of(runtime, bool(extensions.decoders)) if limits.speculates else None,
         )
         self._executor = Executor(decoder, self.worker, slice_rows, extensions.decoders)
         is_async = runtime.async_scheduling and not extensions.decoders and self.scheduler.speculation is None

@@ -133,11 +133,12 @@ class Speculation:
         self._guesses = WeakKeyDictionary[Sequence, Guess]()
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Speculation | None:
+    def of(cls, runtime: Runtime, elsewhere: bool = False) -> Speculation | None:
         """Return the speculation that the settings ask for, None for none. By default there is none on a GPU, which
-        computes a step before the last token is known. A model whose rows depend on their number has none."""
+        computes a step before the last token is known, and none with another decoder (elsewhere), whose rows depend on
+        their number: answers would depend on the times of steps. A model whose own rows do has none."""
         asked, model = runtime.config.speculate, runtime.model
-        on_cpu = model.decoder.device.type == "cpu" and not runtime.async_scheduling
+        on_cpu = model.decoder.device.type == "cpu" and not runtime.async_scheduling and not elsewhere
         if not model.decoder.steady or asked == "off" or not (on_cpu or isinstance(asked, int)):
             return None
         return cls(model, asked if isinstance(asked, int) else None)
