@@ -36,9 +36,9 @@ def speculates(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the engines of the commands were asked for."""
     asked, of = list[object](), Speculation.of
 
-    def noted(runtime: Runtime) -> Speculation | None:
+    def noted(runtime: Runtime, elsewhere: bool = False) -> Speculation | None:
         asked.append(runtime.config.speculate)
-        return of(runtime)
+        return of(runtime, elsewhere)
 
     monkeypatch.setattr(Speculation, "of", noted)
     return asked

@@ -73,7 +73,6 @@ def test_costs_are_guessed_until_they_are_measured(tmp_path: Path) -> None:
     assert costs.known
     for _ in range(100):
         costs.note(4, 0.2)
-        costs.note(1, 0.1)
     assert costs(4) == pytest.approx(2.0, rel=0.05)
     assert costs(2) == pytest.approx(1.1), "of the nearest lower number of rows"
     assert costs(6) == pytest.approx(costs(4) + 0.2)
@@ -224,6 +223,23 @@ def test_a_dearer_row_takes_fewer_proposals(monkeypatch: pytest.MonkeyPatch) -> 
     assert counts[0] > counts[1] > counts[-1] == 0
 
 
+@pytest.mark.parametrize(("each", "least"), [(0.2, 2.2), (0.5, 1.3), (1.0, 0.99), (1.5, 0.99)])
+def test_an_answer_that_always_matches_is_not_slower(
+    each: float, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though every step has proposals, so that none of one row is timed beside them. each: cost of a further row."""
+    choose = chooser(monkeypatch)
+    choose.costs, choose.accepted = StepCosts(tmp_path / "costs"), Acceptance(_right=[9.0] * 7)
+    monkeypatch.setattr(choose, "_learn", lambda guess, ids: None)
+    choose.costs.note(1, 0.1)
+    speed_ups = list[float]()
+    for _ in range(400):
+        [count] = sizes(choose, [Answering()])
+        choose.costs.note(1 + count, 0.1 * (1 + each * count))
+        speed_ups.append(sum(0.9**depth for depth in range(count + 1)) / (1 + each * count))
+    assert sum(speed_ups[200:]) / 200 > least
+
+
 def test_the_better_match_gets_the_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = chooser(monkeypatch)
     choose.costs = Costs(0.5)  # type: ignore[assignment]
@@ -278,7 +294,7 @@ def test_where_torch_multiplies_a_step_has_the_rows_of_a_padded_one(
 def test_the_setting_says_who_speculates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation.user_cache, "recall", lambda path: "")
 
-    def found(asked: int | str, device: str = "cpu", steady: bool = True) -> int | str | None:
+    def found(asked: int | str, device: str = "cpu", steady: bool = True, elsewhere: bool = False) -> int | str | None:
         made = chooser(monkeypatch)
         decoder = SimpleNamespace(device=torch.device(device), steady=steady)
         config, model = SimpleNamespace(speculate=asked), SimpleNamespace(decoder=decoder)
@@ -287,12 +303,13 @@ def test_the_setting_says_who_speculates(monkeypatch: pytest.MonkeyPatch) -> Non
             patch.setattr(
                 Speculation, "__init__", lambda self, model, number=None: setattr(self, "_num_tokens", number)
             )
-            one = Speculation.of(runtime)  # type: ignore[arg-type]
+            one = Speculation.of(runtime, elsewhere)  # type: ignore[arg-type]
         del made
         return None if one is None else one._num_tokens or "auto"
 
     assert [found("auto"), found("off"), found(4)] == ["auto", None, 4]
     assert [found(asked, "cuda") for asked in ("auto", "off", 4)] == [None, None, 4]
+    assert [found(asked, elsewhere=True) for asked in ("auto", "off", 4)] == [None, None, 4]
     assert [found(asked, steady=False) for asked in ("auto", "off", 4)] == [None] * 3
 
 

@@ -72,7 +72,9 @@ class StepCosts:
         if num_rows > 1 and self.known:
             found = min(max(seconds / self._step_s, 0.5), rows)  # bounded, because other programs disturb single steps
             self._costs[num_rows] = min(cost + 0.15 * (found - cost), rows)
-        self._step_s += (0.4 if self.known else 1.0) * (seconds / cost - self._step_s)
+        # a longer step of one row would explain a dear row as well, so that it is known from steps of one row alone
+        if num_rows == 1 or not self.known:
+            self._step_s += (0.4 if self.known else 1.0) * (seconds / cost - self._step_s)
 
     def keep(self) -> None:
         """Write the file if the costs have changed."""
