@@ -448,7 +448,9 @@ def test_rows_write_only_to_blocks_of_their_own(
 @pytest.mark.parametrize("least_rows", [1, 1 + MOST])
 def test_graphs_compute_the_rows_of_proposals(stored: StoredEngine, oracle: Oracle, least_rows: int) -> None:
     """No graph is captured during an answer of one request."""
-    expected = alone(stored, [stored.question(**GREEDY), stored.question(**SAMPLED)])
+    questions = [stored.question(**(GREEDY | {"max_tokens": most})) for most in range(6, 20)]
+    questions.append(stored.question(**SAMPLED))
+    expected = alone(stored, questions)
     oracle.learn(expected)
     other = with_proposals(stored)
     decoder, captured = other.engine.runtime.decoder, list[Any]()
@@ -459,7 +461,7 @@ def test_graphs_compute_the_rows_of_proposals(stored: StoredEngine, oracle: Orac
     assert warm == (1 if least_rows == 1 else 2)
     driver = CoreDriver(other, LIMITS)
     driver.core = EngineCore(other.engine.runtime, LIMITS, DeviceMemory(pool, runner), other.engine.extensions)
-    for question, plain in zip((stored.question(**GREEDY), stored.question(**SAMPLED)), expected, strict=True):
+    for question, plain in zip(questions, expected, strict=True):
         [listener] = arrive(driver, [question])
         driver.run()
         [ours], [theirs] = listener.done().answers, plain.done().answers
