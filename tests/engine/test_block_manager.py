@@ -102,17 +102,23 @@ class Machine(RuleBasedStateMachine):
         self.blocks.keep(held.paged, held.ids, held.origin)
 
     @precondition(lambda self: any(h.paged for h in self.held))
-    @rule(data=st.data(), token=st.integers(0, 2))
-    def append(self, data: st.DataObject, token: int) -> None:
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=2 * SIZE + 1))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Of one token, or of several, not all of which are taken, as with proposals."""
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        if not self.blocks.can_append([(held.paged, len(held.ids), 1)]):
+        at, end = len(held.ids), len(held.ids) + len(tokens)
+        fits = self.blocks.can_append([(held.paged, at, len(tokens))])
+        shared = sum(map(self.pool.allocator.is_shared, held.paged.blocks[at // SIZE : -(-end // SIZE)]))
+        assert fits == (max(0, -(-end // SIZE) - len(held.paged.blocks)) + shared <= self.pool.allocator.num_free)
+        if not fits:
             return
-        at = len(held.ids)
-        held.paged.ensure(at + 1)
-        held.paged.make_writable(at, at + 1)
-        held.ids, held.marks = [*held.ids, token], [*held.marks, 0.0]
+        held.paged.ensure(end)
+        held.paged.make_writable(at, end)
+        held.ids, held.marks = [*held.ids, *tokens], [*held.marks, *[0.0] * len(tokens)]
         self.write(held, at)
+        taken = at + data.draw(st.integers(1, len(tokens)))
+        held.ids, held.marks = held.ids[:taken], held.marks[:taken]  # the blocks of the others remain
 
     @precondition(lambda self: any(h.paged for h in self.held))
     @rule(data=st.data())
@@ -147,8 +153,9 @@ class Machine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
-        if self.blocks.can_swap_in(len(held.ids), held.num_freed_blocks):
-            own = self.pool.allocator.allocate(len(held.swapped[0]))
+        num_swapped = len(held.swapped[0])
+        if self.blocks.can_swap_in(len(held.ids), held.num_freed_blocks, num_swapped):
+            own = self.pool.allocator.allocate(num_swapped)
             self.pool.swap_in(own, held.swapped)
             held.paged, held.swapped = (
                 BlockTable(self.pool, [*own[:1] * held.num_freed_blocks, *own], held.num_freed_blocks),
@@ -185,6 +192,22 @@ class Machine(RuleBasedStateMachine):
 
 TestBlockManager = Machine.TestCase
 TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_several_tokens_need_a_copy_of_each_shared_block() -> None:
+    blocks = BlockManager(OneLayerPool(), watermark=0.0)
+    first = blocks.allocate(SIZE + 2, 0, PrefixHit())
+    first.ensure(3 * SIZE)
+    second, rest = first.fork(), blocks.allocate((BLOCKS - 4) * SIZE, 0, PrefixHit())
+    assert blocks.space.allocator.num_free == 1
+    assert blocks.can_append([(first, SIZE + 2, 2)])
+    assert not blocks.can_append([(first, SIZE + 2, 3)]), "two shared blocks"
+    second.release()
+    assert blocks.can_append([(first, SIZE + 2, 3 * SIZE - 2)])
+    assert not blocks.can_append([(first, SIZE + 2, 3 * SIZE - 1)])
+    for table in (first, rest):
+        table.release()
+    blocks.check_idle()
 
 
 def test_a_prompt_waits_for_room_or_never_fits() -> None:

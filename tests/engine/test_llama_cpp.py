@@ -17,15 +17,16 @@ import gguf_families
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from engine_driver import CoreDriver, StoredEngine, ids_of, open_stored_engine
+from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 from gguf_files import write_gguf
+from oracle_lookup import Oracle
 
 from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors.llama_cpp import decoder, trial
 from cacheblend_cli.engine.connectors.llama_cpp.decoder import LlamaDecoder
-from cacheblend_cli.engine.connectors.llama_cpp.library import LlamaError, installed, library
-from cacheblend_cli.engine.connectors.llama_cpp.llama import LlamaCpp
+from cacheblend_cli.engine.connectors.llama_cpp.library import LEAST_BATCH, LlamaError, installed, library
+from cacheblend_cli.engine.connectors.llama_cpp.llama import LlamaCpp, LlamaSequence
 from cacheblend_cli.engine.core.core import Extensions
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.decode_with import llama_file
@@ -198,6 +199,81 @@ def test_llama_cpp_decodes_many_sequences_in_a_small_pool(stored: StoredEngine) 
     llama = llama_of(stored.engine)
     assert llama is not None
     assert not llama.num_sequences
+
+
+def with_proposals(stored: StoredEngine, speculate: int) -> StoredEngine:
+    runtime = stored.engine.runtime
+    engine = Engine(type(runtime)(runtime.model, replace(runtime.config, speculate=speculate)))
+    engine.llama, engine.extensions = stored.engine.llama, stored.engine.extensions
+    return StoredEngine(engine, stored.store, stored.keys)
+
+
+@pytest.mark.parametrize("speculate", [3, LEAST_BATCH + 8])
+def test_answers_with_proposals_are_those_without(
+    speculate: int, stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rejected KV is cut off, and a step may have more rows than a batch: log-probabilities are those of a token a
+    step."""
+    oracle, cut, cuts = Oracle(monkeypatch), LlamaCpp.cut, list[int]()
+
+    def count(llama: LlamaCpp, sequence: LlamaSequence, num_tokens: int) -> None:
+        cuts.append(sequence.num_tokens - num_tokens)
+        cut(llama, sequence, num_tokens)
+        assert sequence.num_tokens == num_tokens
+
+    monkeypatch.setattr(LlamaCpp, "cut", count)
+    settings: list[dict[str, object]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 4, "n": 2}]
+    questions = [stored.question("who? " * (1 + i), max_tokens=44, logprobs=0, **s) for i, s in enumerate(settings)]
+    limits = replace(TINY, pool_tokens=4096)
+    alone, together = CoreDriver(stored, limits), CoreDriver(with_proposals(stored, speculate), limits)
+    expected = list[Listener]()
+    for question in questions:
+        expected.append(alone.arrive(question)[0])
+        alone.run()
+    assert not any(cuts)
+    oracle.learn(expected)
+    listeners = [together.arrive(question)[0] for question in questions]
+    scheduler, steps = together.core.scheduler, 0
+    while together.core.busy:
+        together.step()
+        steps += 1
+        decoding = [s for s in scheduler.with_status(SequenceStatus.RUNNING) if s.elsewhere is not None]
+        if steps % 9 == 0 and decoding:
+            scheduler.preempt(decoding[-1])
+    assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
+    for one, other in zip(listeners, expected, strict=True):
+        for a, b in zip(one.done().answers, other.done().answers, strict=True):
+            assert [p.logprob for p in a.logprobs] == pytest.approx([p.logprob for p in b.logprobs], abs=LOGPROB)
+    assert 0 < together.core.counts.accepted < together.core.counts.proposed
+    assert max(cuts) > 0
+    llama = llama_of(stored.engine)
+    assert llama is not None
+    assert not llama.num_sequences
+
+
+def test_several_tokens_of_a_sequence_are_as_one_after_the_other(stored: StoredEngine) -> None:
+    """Also where a batch is divided, and after rejected ones were cut off."""
+    llama = llama_of(stored.engine)
+    assert llama is not None
+    runtime = stored.engine.runtime
+    done = prefill(runtime, stored.request())
+    *token_ids, _ = done.plan.token_ids
+    kv = export(runtime.decoder, done.sequence, len(token_ids))
+    tokens = [(7 * i) % 300 for i in range(LEAST_BATCH + 5)]
+    single, several, beside = (llama.hand_over(token_ids, kv) for _ in range(3))
+    one_by_one = torch.cat([llama.decode([single], [[token]]) for token in tokens])
+    together = llama.decode([beside, several], [tokens[:1], tokens])[1:]
+    assert max(divergence(log_distribution(one_by_one), log_distribution(together)).kl) < 1e-3
+    assert (single.num_tokens, several.num_tokens, beside.num_tokens) == tuple(
+        len(token_ids) + n for n in (len(tokens), len(tokens), 1)
+    )
+    llama.cut(several, len(token_ids) + 3)
+    again = llama.decode([several], [tokens[3:9]])
+    assert max(divergence(log_distribution(one_by_one[3:9]), log_distribution(again)).kl) < 1e-3
+    llama.cut(several, 10_000)
+    assert several.num_tokens == len(token_ids) + 9, "there is nothing to cut"
+    for sequence in (single, several, beside):
+        sequence.release()
 
 
 def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None:

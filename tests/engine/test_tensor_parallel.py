@@ -20,6 +20,7 @@ from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from hub_models import HubModel
+from oracle_lookup import Oracle
 from parity import PROMPT, QUESTION, write_documents
 
 from cacheblend_cli.cli import options
@@ -164,6 +165,25 @@ def test_a_batch_with_copied_and_swapped_blocks_is_answered_as_by_one_rank(setup
             stats = engine._started().stats()
             assert stats.preempted, "or nothing was swapped"
     assert found[0] == found[1]
+
+
+def test_two_ranks_compute_the_rows_of_proposals(setup: RankSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle, sampled = Oracle(monkeypatch), {"temperature": 1.0, "seed": 3}
+    plain, fast = setup.engine(2, speculate="off"), setup.engine(2, speculate=3)
+    with setup.store(plain) as store:
+        asks = [
+            AskRequest(QUESTION, keys_of(store), BLENDS[1], replace(SAMPLING, max_tokens=24, logprobs=1, **more))
+            for more in ({}, sampled)
+        ]
+        expected = [plain.run_alone(store, ask) for ask in asks]
+        for answer in expected:
+            oracle.learn_answer(answer.prompt_ids, answer.generated_ids)
+        found = [fast.run_alone(store, ask) for ask in asks]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.generated_ids == theirs.generated_ids
+        assert ours.logprobs == theirs.logprobs
+        assert [c.attention for c in ours.chunks] == [c.attention for c in theirs.chunks]
+        assert 0 < ours.accepted_tokens < 20
 
 
 def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(

@@ -204,5 +204,8 @@ def test_metrics_count(server: Any) -> None:
     assert float(lines['cacheblend_chunks_total{status="exact"}']) == 1
     assert float(lines['cacheblend_chunks_total{status="computed"}']) == 1
     assert float(lines["cacheblend_ttft_seconds_count"]) == 2
+    assert float(lines["cacheblend_accepted_total"]) <= float(lines["cacheblend_proposed_total"])
+    assert float(lines["cacheblend_tokens_per_step_count"]) == 2
+    assert float(lines["cacheblend_tokens_per_step_sum"]) >= 2
     assert float(lines["cacheblend_kv_loaded_bytes_total"]) + float(lines["cacheblend_prefix_cached_total"]) > 0
     assert float(lines['cacheblend_requests_total{route="/v1/chat/completions",status="200"}']) == 2

@@ -69,7 +69,7 @@ class EngineCore:
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,
-            speculation=Speculation.of(runtime) if limits.speculates else None,
+            speculation=Speculation.of(runtime, bool(extensions.decoders)) if limits.speculates else None,
         )
         self._executor = Executor(decoder, self.worker, slice_rows, extensions.decoders)
         is_async = runtime.async_scheduling and not extensions.decoders and self.scheduler.speculation is None
@@ -108,13 +108,14 @@ class EngineCore:
             self._outputs.flush()
             scheduled_from = time.perf_counter()
             step = self.scheduler.schedule()
-        self.counts.scheduling_s += time.perf_counter() - scheduled_from
+        scheduled = time.perf_counter()
+        self.counts.scheduling_s += scheduled - scheduled_from
         output = self._executor.run(step)
         events = self._outputs.process(step, output)
-        took = time.perf_counter() - start
-        self.counts.step_s += took
+        end = time.perf_counter()
+        self.counts.step_s += end - start
         if self.scheduler.speculation is not None and step.num_rows:
-            self.scheduler.speculation.costs.note(step.num_rows, took)
+            self.scheduler.speculation.costs.note(step.num_rows, end - scheduled)
         if not self.scheduler.states:
             self.blocks.check_idle()
         return events

@@ -17,7 +17,7 @@ class Match:
     """An earlier place of the last tokens."""
 
     num_tokens: int  # last tokens that are equal there, up to MOST_MATCH
-    followers: tuple[int, ...]  # token ids after it
+    followers: tuple[int, ...]  # token ids after it, continued in a circle where they reach the last token
 
 
 class PromptLookup:
@@ -31,8 +31,8 @@ class PromptLookup:
         self._num_prompt_tokens = len(prompt_ids)
 
     def find(self, answer_ids: Sequence[int], most: int) -> Match | None:
-        """Return the longest match, the latest of several, with up to `most` followers; None without any. answer_ids:
-        the tokens of the last call, and more."""
+        """Return the longest match, the latest of several, with `most` followers; None without any. answer_ids: the
+        tokens of the last call, and more."""
         self._extend(answer_ids[len(self._ids) - self._num_prompt_tokens :])
         place, longest, found = self._earlier[-1], LEAST_MATCH - 1, 0
         for _ in range(MOST_PLACES):
@@ -41,7 +41,10 @@ class PromptLookup:
             if (length := self._length(place)) > longest:
                 longest, found = length, place
             place = self._earlier[place]
-        return Match(longest, tuple(self._ids[found : found + most])) if found else None
+        if not found:
+            return None
+        period = len(self._ids) - found
+        return Match(longest, tuple(self._ids[found + i % period] for i in range(most)))
 
     def _length(self, place: int) -> int:
         """Return the number of equal tokens before an earlier place of the last pair."""

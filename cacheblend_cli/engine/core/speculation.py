@@ -5,6 +5,7 @@ certain of one token), so that it is the same with and without proposals, to the
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.engine.core.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 
 Drafts = dict[Sequence, tuple[int, ...]]
@@ -70,7 +72,9 @@ class StepCosts:
         if num_rows > 1 and self.known:
             found = min(max(seconds / self._step_s, 0.5), rows)  # bounded, because other programs disturb single steps
             self._costs[num_rows] = min(cost + 0.15 * (found - cost), rows)
-        self._step_s += (0.4 if self.known else 1.0) * (seconds / cost - self._step_s)
+        # a longer step of one row would explain a dear row as well, so that it is known from steps of one row alone
+        if num_rows == 1 or not self.known:
+            self._step_s += (0.4 if self.known else 1.0) * (seconds / cost - self._step_s)
 
     def keep(self) -> None:
         """Write the file if the costs have changed."""
@@ -120,25 +124,30 @@ class Speculation:
         identity = FORMAT, model.fingerprint, *how, *machine
         self.costs, self.accepted = StepCosts(user_cache.place("steps", *identity)), Acceptance()
         self._rope, self._num_tokens = decoder.rope, num_tokens
+        # torch rounds a row's product in another way with more rows: only batches padded to as many are alike
+        padded = decoder.steady_rows > 1 and decoder.device.type == "cpu"
+        self._most_rows = STEADY_ROWS if padded else MOST_ROWS if num_tokens is None else sys.maxsize
         self._guesses = WeakKeyDictionary[Sequence, Guess]()
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Speculation | None:
+    def of(cls, runtime: Runtime, elsewhere: bool = False) -> Speculation | None:
         """Return the speculation that the settings ask for, None for none. By default there is none on a GPU, which
-        computes a step before the last token is known. A model whose rows depend on their number has none."""
+        computes a step before the last token is known, and none with another decoder (elsewhere), whose rows depend on
+        their number: answers would depend on the times of steps. A model whose own rows do has none."""
         asked, decoder = runtime.config.speculate, runtime.decoder
-        on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling
+        on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling and not elsewhere
         if not decoder.steady or asked == "off" or not (on_cpu or isinstance(asked, int)):
             return None
         return cls(runtime, asked if isinstance(asked, int) else None)
 
     def drafts(self, sequences: Several[Sequence]) -> Drafts:
         """Return the proposals of a step that decodes these sequences."""
-        if self._num_tokens is None and len(sequences) >= MOST_ROWS:
+        if len(sequences) >= self._most_rows:
             return {}
         matches = {s: match for s in sequences if (match := self._match(s)) is not None and match.followers}
         if self._num_tokens is not None:
-            return {s: match.followers for s, match in matches.items()}
+            room = (self._most_rows - len(sequences)) // max(1, len(matches))
+            return {s: match.followers[:room] for s, match in matches.items() if room}
         if not matches or not self.costs.known:
             return {}
         offers = list[tuple[float, Sequence]]()
@@ -150,7 +159,7 @@ class Speculation:
         offers.sort(key=lambda offer: -offer[0])
         expected = plain = float(len(sequences))
         best, count = WORTH * plain / self.costs(len(sequences)), 0
-        for index, (chance, _) in enumerate(offers[: MOST_ROWS - len(sequences)], start=1):
+        for index, (chance, _) in enumerate(offers[: self._most_rows - len(sequences)], start=1):
             expected += chance
             if (rate := expected / self.costs(len(sequences) + index)) > best:
                 best, count = rate, index
