@@ -187,7 +187,8 @@ class Decoder:
 
     - weights: as returned by `load_weights`
     - dtype: compute dtype
-    - steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU)
+    - steady: on a CPU a row's result does not depend on the other rows of a batch of steady_rows, or of any batch if
+    steady_rows is 1
     - part: this rank's part of the model; its layers have only the rank's heads; inputs and results are the whole
     model's
     """
@@ -210,7 +211,7 @@ class Decoder:
         others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
         copied = any(isinstance(weight, Tensor) and weight.dim() == 2 for weight in weights.values())
         self.steady_rows = 1 if self.part.is_whole and not others and not copied else STEADY_ROWS
-        """Rows from which a row's result does not depend on the number of rows, if `steady`: 1 or STEADY_ROWS."""
+        """1 if every product is compiled, else STEADY_ROWS."""
         outer = ModuleWeights(self.own_spec, weights, kernels)
         self.norm = outer.norm("norm")
         self.device = self.norm.weight.device
@@ -223,6 +224,11 @@ class Decoder:
                 layer.token_inputs = inputs
         self._streams = Streams(outer, spec.streams) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # scales of float8 pools; None: pools of the compute dtype
+
+    @property
+    def multiplies_by_torch(self) -> bool:
+        """Return whether torch computes products on a CPU, so that a row's rounding depends on the number of rows."""
+        return self.steady_rows > 1 and self.device.type == "cpu"
 
     @property
     def own_spec(self) -> ModelSpec:

@@ -17,8 +17,7 @@ CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
 them (a quarter of a MiB each). Each number of rows is a shape, and both caches default to 1,024 entries: a long-running
 engine would fill them (benchmarks/results/soak.md)."""
 STEADY_ROWS = 4
-"""Number of rows from which, on a CPU, a row's product by torch is the same to the bit for any number of rows. Up to
-three rows are summed in another order."""
+"""Rows of each batch where torch multiplies on a CPU: with more or fewer it may sum a row in another order."""
 Weight = Tensor | RowTable
 
 

@@ -162,7 +162,13 @@ def chooser(monkeypatch: pytest.MonkeyPatch, num_tokens: int | None = None, **de
     monkeypatch.setattr(speculation.user_cache, "recall", lambda path: "")
     part = SimpleNamespace(ranks=SimpleNamespace(size=1))
     rope = SimpleNamespace(regime=lambda seq_len: seq_len > 1000)
-    known = {"device": torch.device("cpu"), "dtype": torch.float32, "steady_rows": 1, "rope": rope, "part": part}
+    known = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "multiplies_by_torch": False,
+        "rope": rope,
+        "part": part,
+    }
     made = SimpleNamespace(kernels=SimpleNamespace(name="torch"), **known | decoder)
     runtime = SimpleNamespace(model=SimpleNamespace(fingerprint="f"), decoder=made, config=EngineConfig())
     return Speculation(runtime, num_tokens)  # type: ignore[arg-type]
@@ -284,7 +290,7 @@ def test_where_torch_multiplies_a_step_has_the_rows_of_a_padded_one(
     number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More rows would round other sums."""
-    choose = chooser(monkeypatch, number, steady_rows=4)
+    choose = chooser(monkeypatch, number, multiplies_by_torch=True)
     choose.costs = Costs(0.0)  # type: ignore[assignment]
     for count in range(1, 7):
         assert count + sum(sizes(choose, [Answering() for _ in range(count)])) <= max(4, count)

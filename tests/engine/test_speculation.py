@@ -94,15 +94,13 @@ def check(
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[CoreDriver, list[Listener]]:
-    """Ask alone without proposals, then with them: together, or one by one where torch's products of a batch are
-    rounded in another way. The answers are equal, and some proposals were right and some wrong."""
+    """Ask alone without proposals, then together with them. The answers are equal; some proposals were right, some
+    wrong."""
     expected = alone(stored, questions, **options)
     oracle.learn(expected)
-    driver, listeners = CoreDriver(with_proposals(stored, speculate, **config or {}), limits), list[Listener]()
-    together = stored.engine.runtime.decoder.steady_rows == 1
-    for part in [questions] if together else [[question] for question in questions]:
-        listeners += arrive(driver, part, **options)
-        driver.run()
+    driver = CoreDriver(with_proposals(stored, speculate, **config or {}), limits)
+    listeners = arrive(driver, questions, **options)
+    driver.run()
     assert [facts(listener) for listener in listeners] == [facts(listener) for listener in expected]
     assert_mixed(driver)
     return driver, listeners

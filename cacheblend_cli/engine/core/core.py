@@ -59,6 +59,7 @@ class EngineCore:
         self.block_bytes = int(bytes_per_token(decoder) * size)
         # short prompts share a launch if a row does not depend on the rows beside it
         joins = decoder.steady and decoder.rope.switches_at is None and decoder.part.is_whole
+        joins = joins and not decoder.multiplies_by_torch
         self.counts = EngineStats()
         self.scheduler = Scheduler(
             self.blocks,

@@ -11,6 +11,7 @@ from cacheblend_cli.engine.core.speculation import Drafts
 from cacheblend_cli.engine.worker.sampling import Draw, tokens_of
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.linear import STEADY_ROWS
 
 
 class DecodeBackend(Protocol):
@@ -41,10 +42,13 @@ class OwnDecoder:
         return True
 
     def batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
-        """Split at other RoPE frequencies; one by one if rows are not steady."""
+        """Split at other RoPE frequencies; where torch multiplies on a CPU, into batches of the rows that a single
+        sequence is padded to; one by one if rows are not steady."""
         rope, steady = self._decoder.rope, self._decoder.steady
-        groups = groupby(sequences, key=lambda s: rope.regime(s.kv_len + 1) if steady else s)
-        return [list(group) for _, group in groups]
+        groups = [list(g) for _, g in groupby(sequences, key=lambda s: rope.regime(s.kv_len + 1) if steady else s)]
+        if not self._decoder.multiplies_by_torch:
+            return groups
+        return [group[i : i + STEADY_ROWS] for group in groups for i in range(0, len(group), STEADY_ROWS)]
 
     def decode(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw], drafts: Drafts) -> DecodeOutput:
         """A proposal is a row like that of another sequence, with the same blocks: a layer writes K and V of all rows

@@ -124,9 +124,8 @@ class Speculation:
         identity = FORMAT, model.fingerprint, *how, *machine
         self.costs, self.accepted = StepCosts(user_cache.place("steps", *identity)), Acceptance()
         self._rope, self._num_tokens = decoder.rope, num_tokens
-        # torch rounds a row's product in another way with more rows: only batches padded to as many are alike
-        padded = decoder.steady_rows > 1 and decoder.device.type == "cpu"
-        self._most_rows = STEADY_ROWS if padded else MOST_ROWS if num_tokens is None else sys.maxsize
+        most_rows = MOST_ROWS if num_tokens is None else sys.maxsize
+        self._most_rows = STEADY_ROWS if decoder.multiplies_by_torch else most_rows
         self._guesses = WeakKeyDictionary[Sequence, Guess]()
 
     @classmethod

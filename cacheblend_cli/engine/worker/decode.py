@@ -61,8 +61,8 @@ class EagerRunner:
 
 
 class BatchRunner(EagerRunner):
-    """Eager, with batches padded to a multiple of STEADY_ROWS rows (unless fewer rows are steady), so that an answer
-    does not depend on its batch.
+    """Eager, with batches padded to a multiple of STEADY_ROWS rows where torch multiplies, so that an answer does not
+    depend on its batch.
 
     The pool must outlive the runner, which keeps SPARE slots of it for padding."""
 
@@ -76,7 +76,7 @@ class BatchRunner(EagerRunner):
     def step(self, tokens: Tensor) -> Tensor:
         rows, count = next_rows(self._decoder, self._sequences, self._kv_lens), len(tokens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        missing = 0 if self._decoder.steady_rows <= count < STEADY_ROWS else -count % STEADY_ROWS
+        missing = 0 if self._decoder.steady_rows == 1 else -count % STEADY_ROWS
         if missing:
             tokens = torch.cat((tokens, tokens.new_zeros(missing)))
             rows = filled(self._decoder, rows, missing, self._spare)
