@@ -51,6 +51,9 @@ class EngineConfig:
             raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
         if self.decode_with not in DECODERS:
             raise UsageError(f"unknown --decode-with {self.decode_with!r}", f"known: {', '.join(DECODERS)}")
+        known = self.speculate in ("auto", "off") or (isinstance(self.speculate, int) and self.speculate > 0)
+        if not known:
+            raise UsageError(f"unknown --speculate {self.speculate!r}", "known: auto, off, or a number of tokens")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not a share above 0 and up to 1",

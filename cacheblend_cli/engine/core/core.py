@@ -104,6 +104,7 @@ class EngineCore:
         """Run one step: end requests, compute a slice of a prompt, or decode a token of every answer; and do at most
         one launch of a hook's work. Returns the requests' events, in order."""
         start = scheduled_from = time.perf_counter()
+        concluding = self._outputs.concluding
         step = self.scheduler.schedule_ahead(self._outputs.pending)
         if step is None:
             self._outputs.flush()
@@ -115,7 +116,7 @@ class EngineCore:
         events = self._outputs.process(step, output)
         end = time.perf_counter()
         self.counts.step_s += end - start
-        if self.scheduler.speculation is not None and step.num_rows:
+        if self.scheduler.speculation is not None and step.num_rows and not concluding:
             self.scheduler.speculation.costs.note(step.num_rows, end - scheduled)
         if not self.scheduler.states:
             self.blocks.check_idle()
