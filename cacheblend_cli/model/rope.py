@@ -33,6 +33,8 @@ class RotaryEmbedding:
         original = rope["original_max_position_embeddings"] if self.rope_type == "longrope" and rope else max_positions
         self.original_max = int(original)
         self._frequencies(1)  # report bad parameters here instead of at the first prompt
+        # if a process's first cosines are computed by two threads at once, MKL's may be wrong by 1e-4
+        torch.ones(1).cos()
 
     def regime(self, seq_len: int) -> int:
         """Return 0 for short prompts and types that ignore the length, else an id of the frequencies."""

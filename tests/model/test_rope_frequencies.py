@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cacheblend_cli.model.families.rope_fields import NEEDED, rope_parameters
-from cacheblend_cli.model.rope import inverse_frequencies
+from cacheblend_cli.model.rope import RotaryEmbedding, inverse_frequencies
 
 FACTOR = st.floats(1, 64) | st.integers(1, 64)
 LENGTH = st.integers(16, 8192)
@@ -74,3 +75,24 @@ def test_the_plain_type_is_llamas() -> None:
     ours, scaling = inverse_frequencies({"rope_type": "default", "rope_theta": 500000.0}, 64, 2048, 1)
     assert torch.equal(ours, LlamaRotaryEmbedding(config).inv_freq)
     assert scaling == 1.0
+
+
+class Cosines(TorchDispatchMode):
+    """Records how many cosines are computed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = list[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "cos" in str(function):
+            self.counts.append(args[0].numel())
+        return function(*args, **kwargs or {})
+
+
+def test_the_first_cosine_is_computed_by_one_thread() -> None:
+    """Two threads that compute a process's first cosines at once may get wrong ones (MKL): torch divides 32,769."""
+    with Cosines() as found:
+        rope = RotaryEmbedding({"rope_type": "default", "rope_theta": 10000.0}, 64, 4096, torch.device("cpu"))
+        rope.table(4096)
+    assert found.counts[0] <= 32768 < found.counts[-1]
