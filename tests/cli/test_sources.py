@@ -98,7 +98,7 @@ def test_an_answer_ends_with_three_sources_and_one_short_line(cli: Cli, stored: 
     assert sum(line.startswith("source: ") for line in verbose) == 5
     assert re.match(r"first token: blended \d+\.\d+ s; --verify measures", verbose[-2])
     assert f"{record['exact_tokens']} exact here, {record['recomputed_tokens']} of the other " in verbose[-1]
-    assert re.search(r"\d tokens/s$", verbose[-1])
+    assert re.search(r"\d tokens/s(, \d+\.\d tokens a step \(\d+ accepted\))?$", verbose[-1])
     short = cli(*asked[:-4], "--max-tokens", "15", "-v").err
     assert "first token: " in short
     assert "tokens/s" not in short, "of so few tokens the speed is that of starting"

@@ -144,7 +144,7 @@ def test_large_bodies_share_a_budget(start: Any) -> None:
 
 def test_a_server_that_stops_is_not_ready(server: Any) -> None:
     release = threading.Event()
-    with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 60}) as reply:
+    with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 400}) as reply:
         lines = reply.iter_lines()
         next(lines)
         server.state.engine.service.between_steps(
