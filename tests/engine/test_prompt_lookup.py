@@ -69,14 +69,18 @@ def test_old_places_of_a_frequent_pair_are_not_compared() -> None:
 def test_costs_are_guessed_until_they_are_measured(tmp_path: Path) -> None:
     costs = StepCosts(tmp_path / "costs")
     assert not costs.known
-    assert [costs(1), costs(3)] == pytest.approx([1.0, 1.2])
+    assert [costs(1), costs(3)] == pytest.approx([1.0, 1.4])
     costs.note(1, 0.1)
     assert costs.known
     for _ in range(100):
         costs.note(4, 0.2)
     assert costs(4) == pytest.approx(2.0, rel=0.05)
-    assert costs(2) == pytest.approx(1.1), "of the nearest lower number of rows"
-    assert costs(6) == pytest.approx(costs(4) + 0.2)
+    assert costs(2) == pytest.approx(1.2), "of the nearest lower number of rows"
+    assert costs(7) == pytest.approx(3.0, rel=0.05), "further rows cost what the measured ones do"
+    for _ in range(100):
+        costs.note(4, 0.05)
+    assert costs(4) == pytest.approx(0.5, rel=0.05)
+    assert costs(16) == costs(4), "no further row is cheaper than none"
 
 
 def test_a_cost_is_never_more_than_as_many_steps(tmp_path: Path) -> None:

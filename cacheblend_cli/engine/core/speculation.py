@@ -29,8 +29,8 @@ MOST_ROWS = 16
 """Maximum rows of a step with proposals."""
 WORTH = 1.03
 """Expected speed-up from which a step takes proposals."""
-ROW_COST = 0.1
-"""Cost of a further row until it is measured, as a share of a step. A low guess is tried, and then measured."""
+ROW_COST = 0.2
+"""Cost of a further row until one is measured, as a share of a step."""
 CHANCES = (0.4, 0.7, 0.8, 0.87, 0.87, 0.9, 0.93)
 """Chance that the token after a match of LEAST_MATCH to MOST_MATCH tokens is the next one, before any is seen: rounded
 shares of three models' answers."""
@@ -57,7 +57,8 @@ class StepCosts:
 
     def __call__(self, num_rows: int) -> float:
         known = max(n for n in self._costs if n <= num_rows)
-        return self._costs[known] + ROW_COST * (num_rows - known)
+        each = max(0.0, self._costs[known] - 1) / (known - 1) if known > 1 else ROW_COST
+        return self._costs[known] + each * (num_rows - known)
 
     @property
     def known(self) -> bool:
