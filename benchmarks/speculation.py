@@ -206,8 +206,9 @@ def table(result: dict[str, Any]) -> str:
         "",
         """\
 Greedy answers over the ten pages of an office, each decoded twice in turn by one engine: `off` computes a token a step,
-`auto` also the tokens that prompt lookup proposes. Answers and tokens are those of all rounds, the same in both, and tokens/s are tokens after the first by the seconds of decoding, without the prompt. off / auto is
-the ratio of these seconds over the same tokens, above 1 where `auto` is faster, with its range over the rounds.""",
+`auto` also the tokens that prompt lookup proposes. Answers and tokens are those of all rounds, the same in both, and
+tokens/s are tokens after the first by the seconds of decoding, without the prompt. off / auto is the ratio of these
+seconds over the same tokens, above 1 where `auto` is faster, with its range over the rounds.""",
     ]
     for name, machine in result.items():
         h, limits = machine["hardware"], " ".join(f"--{limit} {machine[limit]}" for limit in LIMITS)
