@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from collections.abc import Sequence as Several
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import hub_families
-import hub_generic
-import hub_models
 import pytest
 import torch
-from checkpoints import FAMILY_CONFIGS, OTHER_CONFIGS, WORDS, write_checkpoint
-from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, open_stored_engine
-from gguf_files import write_gguf
+from checkpoints import write_checkpoint
+from engine_driver import CoreDriver, Listener, StoredEngine, open_stored_engine
 from oracle_lookup import Oracle
+from proposal_checks import (
+    GREEDY,
+    LIMITS,
+    MOST,
+    SAMPLED,
+    alone,
+    arrive,
+    assert_mixed,
+    check,
+    facts,
+    of_length,
+    with_proposals,
+)
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import EngineCore
@@ -25,19 +32,15 @@ from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.speculation import Drafts, StepCosts
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.events import Done, Failed, Limits
+from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import GraphRunner
 from cacheblend_cli.engine.worker.grammar import Grammar
 from cacheblend_cli.engine.worker.memory import DeviceMemory, warm_up_graphs
 from cacheblend_cli.engine.worker.worker import DecodeInput, Worker
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.types import Answer, AskRequest, BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams
 
-LIMITS = Limits(max_sequences=8, pool_tokens=16 * 120, enable_prefix_caching=False)
-MOST = 4  # proposals a step
-GREEDY: dict[str, Any] = {"max_tokens": 20, "logprobs": 2}
-SAMPLED: dict[str, Any] = GREEDY | {"temperature": 1.2, "seed": 5}
 FORM = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -46,184 +49,9 @@ FORM = {
 }
 
 
-def with_proposals(stored: StoredEngine, speculate: int | str = MOST, **config: Any) -> StoredEngine:
-    """The same store and weights, with proposals."""
-    runtime = stored.engine.runtime
-    changed = type(runtime)(runtime.model, replace(runtime.config, speculate=speculate, **config))
-    return StoredEngine(Engine(changed), stored.store, stored.keys)
-
-
-def facts(listener: Listener) -> list[object]:
-    """Everything in a request's events that users see, by answer, without durations and numbers of steps."""
-    done = listener.done()
-    said = [event for event in listener.events if not isinstance(event, Done)]
-    said.sort(key=lambda event: getattr(event, "index", -1))  # answers of one request go on independently
-    return [said, list(map(answer_facts, done.answers)), done.ended]
-
-
-def answer_facts(answer: Answer) -> list[object]:
-    checked, confirmed = answer.verify, answer.confirmation
-    return [
-        *(answer.generated_ids, answer.text, answer.finish_reason, answer.logprobs, answer.chunks, answer.chosen),
-        *(answer.reasoning, answer.reasoning_tokens, answer.claims),
-        None if checked is None else replace(checked, full_ttft_s=0),
-        None if confirmed is None else replace(confirmed, full_ttft_s=0, seconds=0),
-    ]
-
-
-def arrive(driver: CoreDriver, questions: Several[AskRequest], **options: Any) -> list[Listener]:
-    return [driver.arrive(question, **options)[0] for question in questions]
-
-
-def alone(stored: StoredEngine, questions: Several[AskRequest], **options: Any) -> list[Listener]:
-    """Each by itself, a token a step."""
-    driver, listeners = CoreDriver(stored, LIMITS), list[Listener]()
-    assert driver.core.scheduler.speculation is None
-    for question in questions:
-        listeners += arrive(driver, [question], **options)
-        driver.run()
-    return listeners
-
-
-def check(
-    stored: StoredEngine,
-    oracle: Oracle,
-    questions: Several[AskRequest],
-    limits: Limits = LIMITS,
-    speculate: int = MOST,
-    config: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[CoreDriver, list[Listener]]:
-    """Ask alone without proposals, then together with them. The answers are equal; some proposals were right, some
-    wrong."""
-    expected = alone(stored, questions, **options)
-    oracle.learn(expected)
-    driver = CoreDriver(with_proposals(stored, speculate, **config or {}), limits)
-    listeners = arrive(driver, questions, **options)
-    driver.run()
-    assert [facts(listener) for listener in listeners] == [facts(listener) for listener in expected]
-    assert_mixed(driver)
-    return driver, listeners
-
-
-def assert_mixed(driver: CoreDriver) -> None:
-    counts = driver.core.counts
-    assert 0 < counts.accepted < counts.proposed
-
-
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     return Oracle(monkeypatch)
-
-
-# every family
-
-
-@pytest.mark.parametrize("family", [*FAMILY_CONFIGS, *OTHER_CONFIGS])
-def test_answers_of_a_family(family: str, tmp_path: Path, oracle: Oracle) -> None:
-    """Greedy and sampled, of one prompt and beside others of other lengths."""
-    own = OTHER_CONFIGS.get(family, (None, {}))[1]
-    width = (
-        {"hidden_size_per_layer_input": 16} if family.startswith("gemma") else {}
-    )  # whole vectors: torch's gelu differs in the rest of one
-    with open_stored_engine(
-        tmp_path, family, pages=2, num_hidden_layers=own.get("num_hidden_layers", 3), **width
-    ) as stored:
-        questions = [stored.question(**GREEDY), stored.question("who keeps a parrot near the harbor?", **SAMPLED)]
-        if not stored.engine.runtime.decoder.steady:
-            assert CoreDriver(with_proposals(stored), LIMITS).core.scheduler.speculation is None
-            return
-        driver, listeners = check(stored, oracle, questions)
-        answers = [listener.done().answers[0] for listener in listeners]
-        for answer in answers:
-            assert 0 < answer.accepted_tokens < len(answer.generated_ids) - 1
-            assert answer.tokens_per_step > 1
-        assert driver.core.counts.accepted == sum(answer.accepted_tokens for answer in answers)
-
-
-HUB = (
-    "gemma-2", "gpt-oss-20b", "command-r, biases", "stablelm, parallel", "glm-4.7-flash", "minicpm3", "phi-3-mini-128k",
-    "ministral-3-8b", "mixtral-8x7b", "smollm3", "olmo-2, grouped", "granite-3", "exaone-4-32b", "dynamic", "longrope",
-)  # fmt: skip
-"""With soft caps, sinks, parallel residuals, streams, latents, two sets of frequencies, experts and windows."""
-GENERIC = ("phi", "gpt-neox", "granite with windows and sinks")
-MODELS = {m.name: m for m in [*hub_models.RUN, *hub_families.RUN, *hub_generic.RUN]}
-
-
-def without_store(path: Path, name: str, **config: Any) -> StoredEngine:
-    given = {
-        "model": str(path / "model"),
-        "block_size": 16,
-        "dtype": "float32",
-        "prompt": "{chunks} {question}",
-        "speculate": "off",
-    }
-    MODELS[name].write(path / "model")
-    return StoredEngine(Engine.load(EngineConfig(**given | config)), None, [])  # type: ignore[arg-type]
-
-
-def of_length(stored: StoredEngine, num_tokens: int, **sampling: Any) -> AskRequest:
-    """A question whose prompt has this many tokens, or a few more."""
-    words = list[str]()
-    while True:
-        words.append(WORDS[len(words) % len(WORDS)])
-        question = AskRequest(" ".join(words), (), BlendParams(mode="full"), replace(SAMPLING, **sampling))
-        if stored.request(question).plan.num_tokens >= num_tokens:
-            return question
-
-
-def check_model(stored: StoredEngine, oracle: Oracle) -> CoreDriver:
-    """Where frequencies depend on the length, they change within the answers."""
-    switches = stored.engine.runtime.decoder.rope.switches_at
-    lengths = (30, 34) if switches is None else range(switches - 18, switches - 6, 2)
-    settings = (GREEDY | {"max_tokens": 24}, SAMPLED | {"max_tokens": 24})
-    questions = [of_length(stored, length, **settings[i % 2]) for i, length in enumerate(lengths)]
-    return check(stored, oracle, questions)[0]
-
-
-@pytest.mark.parametrize("name", [*HUB, *GENERIC])
-def test_answers_of_a_model(name: str, tmp_path: Path, oracle: Oracle) -> None:
-    stored = without_store(tmp_path, name)
-    check_model(stored, oracle)
-    assert name != "dynamic" or stored.engine.runtime.decoder.rope.switches_at is not None
-
-
-NARROW = (
-    "gemma-4-e2b", "gemma-4-e4b, a cap", "gemma-4-e2b, inside another", "gemma-3n-e4b", "gemma-3n-e2b, widths",
-    "gemma-3n, no shared layers, no scale", "mixtral, window, all experts",
-)  # fmt: skip
-"""With a width below that of a vector, by which torch rounds the last row of several in another way."""
-
-
-@pytest.mark.torture
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*HUB, *GENERIC, *NARROW)])
-def test_answers_of_any_model(name: str, tmp_path: Path, oracle: Oracle) -> None:
-    stored = without_store(tmp_path, name)
-    if stored.engine.runtime.decoder.steady:
-        check_model(stored, oracle)
-
-
-def test_where_rows_depend_on_their_number_nothing_is_proposed(tmp_path: Path, oracle: Oracle) -> None:
-    stored = without_store(tmp_path, "olmoe")
-    assert not stored.engine.runtime.decoder.steady
-    assert CoreDriver(with_proposals(stored), LIMITS).core.scheduler.speculation is None
-
-
-@pytest.mark.parametrize("name", ["llama-3.2", "gemma-2", "mixtral-8x7b", "minicpm3"])
-def test_answers_in_bfloat16(name: str, tmp_path: Path, oracle: Oracle) -> None:
-    check_model(without_store(tmp_path, name, dtype="bfloat16"), oracle)
-
-
-@pytest.mark.parametrize(
-    "config", [{"weight_dtype": "int8"}, {"kv_pool_dtype": "float8_e4m3"}, {"gguf": "Q8_0"}, {"gguf": "Q4_K"}], ids=str
-)
-def test_answers_of_rounded_weights_or_kv(config: dict[str, str], tmp_path: Path, oracle: Oracle) -> None:
-    config = dict(config)
-    if (kind := config.pop("gguf", None)) is not None:
-        write_checkpoint(tmp_path / "own", "llama-gqa", hidden_size=256, intermediate_size=256, num_hidden_layers=2)
-        write_gguf(tmp_path / "own", tmp_path / "m.gguf", "llama", kind)
-        config["model"] = str(tmp_path / "m.gguf")
-    check_model(without_store(tmp_path, "llama-3.2", **config), oracle)
 
 
 # batches, pools, ends
