@@ -136,6 +136,7 @@ class BlendTiming(TypedDict):
     prefill_s: float  # prefill on the device, waits for KV included
     ttft_s: float  # from the known question to the first token
     decode_tokens_per_s: float  # tokens after the first, per second
+    full_ttft_s: float | None  # estimated ttft_s of a full prefill, with ratio auto; null without
 
 
 class Passage(TypedDict):

@@ -35,14 +35,19 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
     With nothing cached the two are the same, and the mode is blend: chunks that had to be computed are stored
     afterwards.
     """
-    ratio = min(1.0, max(floor, free_ratio(speeds, work)))
-    blend, full = estimate(speeds, work, ratio), estimate_full(speeds, work)
-    load = _layer_load_s(speeds, work)
-    if work.kv_bytes and full.prefill_s <= blend.prefill_s:
-        return Decision(FULL, 1.0, floor, _layer_s(speeds, *_full_rows(work)), load, full, full)
+    blend = at_ratio(speeds, work, min(1.0, max(floor, free_ratio(speeds, work))), floor)
+    if work.kv_bytes and blend.full.prefill_s <= blend.chosen.prefill_s:
+        layer_s = _layer_s(speeds, *_full_rows(work))
+        return Decision(FULL, 1.0, floor, layer_s, blend.layer_load_s, blend.full, blend.full)
+    return blend
+
+
+def at_ratio(speeds: Speeds, work: Workload, ratio: float, floor: float) -> Decision:
+    """Return the decision for a blended prefill at this ratio, with the estimates."""
     chosen = _chosen(work, ratio)
     compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2)) + _moved_s(speeds, work, chosen)
-    return Decision(BLEND, ratio, floor, compute, load, blend, full)
+    both = estimate(speeds, work, ratio), estimate_full(speeds, work)
+    return Decision(BLEND, ratio, floor, compute, _layer_load_s(speeds, work), *both)
 
 
 def free_ratio(speeds: Speeds, work: Workload) -> float:

@@ -157,19 +157,20 @@ def verify_line(found: Verification) -> str:
 
 
 def first_token_line(answer: Answer) -> str:
-    """Return the answer's time to the first token beside a full prefill's, if that was measured or predicted."""
+    """Return the answer's time to the first token beside a full prefill's, if that was measured or estimated."""
     own, auto = answer.timing.ttft_s, answer.auto
     name = "this answer" if answer.mode == "full" or not answer.cached_tokens else _MODE_NAMES[answer.mode]
     text = f"first token: {name} {format_latency(own)}"
     if auto:
         text += f" ({format_latency(auto.predicted_ttft_s)} predicted)"
     measured = next((found.full_ttft_s for found in (answer.verify, answer.confirmation) if found), None)
-    full = measured or (auto.predicted_full_ttft_s if auto else None)
+    full = measured or (None if answer.mode == "full" else answer.timing.full_ttft_s)
     if full is None:
         return text if answer.mode == "full" else f"{text}; --verify measures a full prefill's"
-    faster = f"{full / own:.1f} x" if own else ""
-    how = "" if measured else "predicted, "
-    return f"{text}, full prefill {format_latency(full)} ({how}{faster})"
+    faster = f" ({full / own:.1f} x)" if own else ""
+    if measured:
+        return f"{text}, full prefill {format_latency(full)}{faster}"
+    return f"{text}; a full prefill takes about {format_latency(full)}{faster}"
 
 
 def changed(answer: Answer) -> ExitCode:

@@ -80,6 +80,7 @@ class AnswerView:
         self._show(item, result.with_notes(self._notes), {}, since_process_start())
         if not self._json:
             session.note_default_model()
+            session.suggest_check(result.answer)
         session.suggest_background()
 
     def batch(self, results: Iterable[BatchResult], answer_file: AnswerFile | None) -> None:
@@ -201,6 +202,7 @@ def ask(
         save=save,
         ids=ids,
         explain=explain,
+        estimate_full=output.verbose,
         tokens=explain or html is not None,
     )
     view = AnswerView(output, json=json, html=html, notes=list(filter(None, [resolved.ignored_note])))

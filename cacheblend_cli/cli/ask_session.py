@@ -18,14 +18,22 @@ from cacheblend_cli.cli.units import parse_age
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.named import FALLBACK_NOTE
+from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, SearchParams, TextDocument, sampling_of
+from cacheblend_cli.types import (
+    EVERYTHING,
+    NEVER_CHECKED,
+    AskOptions,
+    AskRequest,
+    SearchParams,
+    TextDocument,
+    sampling_of,
+)
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.types import AskPlan, PlannedChunk
+    from cacheblend_cli.types import Answer, AskPlan, PlannedChunk
 
 STDIN = "stdin"
 """Source of chunks of a document that was piped to the command."""
@@ -131,6 +139,17 @@ class AskSession:
         """Say once, on a terminal, that the model used without a setting is a small one."""
         if not self._resolved.settings.model:
             self._hint("default model", FALLBACK_NOTE)
+
+    def suggest_check(self, answer: Answer) -> None:
+        """Suggest once for each model, on a terminal, to measure the ratio that was used by default."""
+        inexact = answer.cached_tokens > answer.exact_tokens
+        if answer.mode == "blend" and inexact and answer.ratio_from == f"default: {NEVER_CHECKED}":
+            name = self._resolved.settings.model or default_model()
+            self._hint(
+                f"ratio of {name}",
+                f"recomputing {answer.ratio:.0%} is the default, not measured for this model: `cacheblend models check {name} --ratio-only` "
+                "finds the smallest share that keeps answers on your documents close to a full prefill's",
+            )
 
     def suggest_background(self) -> None:
         """Suggest once, on a terminal, to keep a large model loaded."""

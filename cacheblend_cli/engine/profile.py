@@ -18,7 +18,7 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
-from cacheblend_cli.types import AskRequest, BlendParams
+from cacheblend_cli.types import NEVER_CHECKED, AskRequest, BlendParams
 
 FORMAT = 2  # increase when the measurement or the blending changes
 OTHER = "default: models check measured"
@@ -122,7 +122,7 @@ def profile_for(model: LoadedModel, wanted: dict[str, str]) -> tuple[Profile | N
         if profile.conditions == wanted:
             return profile, ""
     if not known:
-        return None, "models check was not run for this model"
+        return None, NEVER_CHECKED
     nearest = min((_differing(p.conditions, wanted) for p in known), key=len)
     return None, f"models check measured this model with {' and '.join(nearest)}"
 

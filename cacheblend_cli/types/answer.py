@@ -89,6 +89,7 @@ class Timing:
     prefill_s: float  # prefill on the device, waits for KV included
     ttft_s: float  # from the loaded model and the known question to the first token
     decode_tokens_per_s: float  # tokens after the first, per second
+    full_ttft_s: float | None = None  # a full prefill's, estimated; with --verbose, --explain or --ratio auto
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class TierUse:
     seconds: float  # from the first request to the last answer
 
 
+NEVER_CHECKED = "models check was not run for this model"
+"""Reason in `Answer.ratio_from` for a default ratio."""
 SCHEMA_VERSION = 1
 """Version of the JSON form, raised when a key is removed or changes its meaning. New keys do not raise it."""
 _REPORTED = (
@@ -201,7 +204,7 @@ class Answer:
             "tokens_per_step": round(self.tokens_per_step, 3),
             "chunks": [vars(c) for c in self.chunks],
             "claims": [vars(c) for c in self.claims],
-            "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
+            "timing": {name: value if value is None else round(value, 6) for name, value in vars(self.timing).items()},
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "weak_match": self.weak_match,
             "hits_cut": self.hits_cut,

@@ -79,6 +79,7 @@ class AskOptions:
     drafts: bool = True  # a draft may be streamed before it is confirmed
     auto: bool = False  # the loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill
     own_ratio: bool = False  # the model's profile chooses ratio and correction, see engine/profile.py
+    estimate_full: bool = False  # estimate the time of a full prefill; this machine is measured once
     save: bool = True  # store the KV of chunks that had to be computed, if the store is open for writing
     priority: int = 0  # lower runs first; among equals, in order of arrival
     deadline_s: float | None = None  # seconds from submission to the end, with finish_reason "deadline"

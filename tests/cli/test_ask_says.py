@@ -252,13 +252,6 @@ def test_both_first_tokens_are_shown_side_by_side(cli: Cli, stored: list[str], f
     assert "first token: plain reuse " in reused
 
 
-def test_a_full_prefill_that_was_not_run_has_no_time(cli: Cli, stored: list[str]) -> None:
-    asked = ("ask", "who?", "--chunks", ",".join(stored[:3]), "--max-tokens", "3", "-v")
-    [line] = [line for line in cli(*asked).err.splitlines() if "first token: " in line]
-    assert "full prefill " not in line
-    assert "--verify" in line
-
-
 def test_the_first_token_is_measured_from_the_loaded_model() -> None:
     timing = Timing(
         process_s=4.0, model_load_s=1.0, kv_load_s=0, kv_load_stall_s=0, prefill_s=0, ttft_s=0.9, decode_tokens_per_s=0
@@ -270,6 +263,10 @@ def test_the_first_token_is_measured_from_the_loaded_model() -> None:
     assert first_token_line(replace(answer, verify=verified(8.1))).endswith(
         "blended 0.90 s, full prefill 8.10 s (9.0 x)"
     )
+    assert first_token_line(answer).endswith("blended 0.90 s; --verify measures a full prefill's")
+    estimated = replace(answer, timing=replace(timing, full_ttft_s=4.5))
+    assert first_token_line(estimated).endswith("blended 0.90 s; a full prefill takes about 4.50 s (5.0 x)")
+    assert first_token_line(replace(estimated, verify=verified(8.1))).endswith("full prefill 8.10 s (9.0 x)")
 
 
 def verified(full_ttft_s: float) -> Verification:

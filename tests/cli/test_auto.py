@@ -1,4 +1,4 @@
-"""--ratio auto: measurements, decisions, messages and stored speeds."""
+"""--ratio auto: measurements, decisions, messages and stored speeds. What a full prefill is estimated to take."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.blend import speeds
+from cacheblend_cli.engine.features.auto_ratio import full_ttft_s
+from cacheblend_cli.types import Decision, Estimate
 
 Cli = Callable[..., Any]
 MEASURING = "measuring how fast this machine is"
@@ -184,3 +186,46 @@ def test_eval_measures_it_beside_fixed_ratios(cli: Cli, tmp_path: Path) -> None:
     assert "full prefill for 2 of 2 questions" in slow.err
     assert slow.records[1]["same_answer"]["value"] == 1
     assert slow.records[1]["budget"] == slow.records[1]["ratio"] == 1
+
+
+def test_a_verbose_answer_says_what_a_full_prefill_takes(cli: Cli, stored: list[str]) -> None:
+    first = ask(cli, stored, "-v")
+    assert first.err.count(MEASURING) == 1
+    set_speeds(layer_s=0.0, row_s=1.0, pair_s=0.0, bytes_per_s=1e15)  # a second for each row and layer
+    plain, verbose = (ask(cli, stored, "--json", *flags) for flags in ((), ("-v",)))
+    assert MEASURING not in verbose.err
+    timing, record = plain.records[0]["timing"], verbose.records[0]
+    assert timing["full_ttft_s"] is None
+    rows = record["prompt_tokens"]
+    assert record["timing"]["full_ttft_s"] > rows  # of the first layer alone
+    assert "auto" not in record
+    assert ask(cli, stored, "--json", "-v", "--mode", "full").records[0]["timing"]["full_ttft_s"] is None
+    assert "a full prefill takes about " in ask(cli, stored, "-v").err
+    assert "a full prefill takes about " not in ask(cli, stored).err
+
+
+def test_an_estimate_changes_no_answer_and_learns(cli: Cli, stored: list[str]) -> None:
+    ask(cli, stored, "-v")
+    before = json.loads(speed_file().read_text())["prefills"]
+    plain, verbose = (ask(cli, stored, "--json", "--ids", *flags).records[0] for flags in ((), ("-v",)))
+    for name in ("mode", "ratio", "recomputed_tokens", "generated_ids"):
+        assert verbose[name] == plain[name], name
+    assert json.loads(speed_file().read_text())["prefills"] == before + 1
+
+
+def test_what_comes_before_the_prefill_is_in_both_times() -> None:
+    def decision(chosen_s: float, full_s: float) -> Decision:
+        chosen, full = (Estimate(s, s, 0.0, 0.0) for s in (chosen_s, full_s))
+        return Decision("blend", 0.15, 0.15, 0.0, 0.0, chosen, full)
+
+    assert full_ttft_s(decision(1.0, 4.0), 1.5) == 4.5
+    assert full_ttft_s(decision(1.0, 0.8), 1.5) == pytest.approx(1.3)  # blending is the slower one
+    assert full_ttft_s(decision(2.0, 4.0), 0.5) == 4.0  # this prefill was faster than predicted
+
+
+def test_with_ratio_auto_it_is_said_too(cli: Cli, stored: list[str]) -> None:
+    ask(cli, stored, "--ratio", "auto")
+    set_speeds(layer_s=0.0, row_s=1.0, bytes_per_s=1e15)
+    record = ask(cli, stored, "--ratio", "auto", "--json").records[0]
+    assert record["mode"] == "blend"
+    assert record["timing"]["full_ttft_s"] >= record["auto"]["predicted_full_ttft_s"] - 1

@@ -49,6 +49,7 @@ def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> N
         "prefill_s",
         "ttft_s",
         "decode_tokens_per_s",
+        "full_ttft_s",
     }
     assert set(answer["verify"]) == {
         "kl", "top1_agree", "full_ttft_s", "answer_kl", "answer_top1", "answer_tokens", "same_answer", "first_difference",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,17 @@ def test_eval_and_bench_take_it(cli: Cli, model: Path, chunks: str, tmp_path: Pa
     )
     assert told.code == 0, told.err
     assert "query 0.05" in told.out
+
+
+def test_an_unmeasured_ratio_is_said_once_on_a_terminal(
+    cli: Cli, model: Path, chunks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suggested = f"models check {model} --ratio-only` finds the smallest share"
+    question = ("ask", "who?", "--max-tokens", "2", "--chunks")
+    assert suggested not in cli(*question, chunks).err, "not in a pipe"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for flags in (("-q",), ("--json",), ("--ratio", "0.15"), ("--mode", "full"), ("--mode", "reuse")):
+        assert suggested not in cli(*question, chunks, *flags).err
+    assert suggested not in cli(*question, chunks.split(",")[0]).err, "one chunk needs no repair"
+    assert cli(*question, chunks).err.count(suggested) == 1
+    assert suggested not in cli(*question, chunks).err

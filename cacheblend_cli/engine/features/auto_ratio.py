@@ -1,14 +1,16 @@
-"""`--ratio auto`: chooses a prompt's ratio from measured speeds, and learns from each prefill."""
+"""`--ratio auto`: chooses a prompt's ratio from measured speeds, and learns from each prefill. For any blended prompt:
+estimates when a full prefill's first token would have come."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from cacheblend_cli.blend.cost import decide, estimate, estimate_full, learn
+from cacheblend_cli.blend.cost import at_ratio, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.engine.core.hooks import Hook
@@ -17,18 +19,23 @@ from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import Answer, AutoReport, Speeds, Workload
+from cacheblend_cli.types import Answer, AutoReport, Decision, Speeds, Workload
 
 _LOAD_AGAIN = 16  # full prefills in a row
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
     request, report = decided(runtime, request)
-    return request, None if report is None else AutoRatio(runtime, report)
+    if report is not None:
+        return request, AutoRatio(runtime, report)
+    if not request.options.estimate_full or not _can_estimate(runtime, request):
+        return request, None
+    request, report = controller_of(runtime, request).predict(request)
+    return request, PredictedPrefill(runtime, report)
 
 
-class AutoRatio(Hook):
-    """Reports the decision, and learns from the prefill."""
+class PredictedPrefill(Hook):
+    """Reports the estimated time of a full prefill, and learns from the prefill."""
 
     is_alone = True
 
@@ -36,7 +43,7 @@ class AutoRatio(Hook):
         self._runtime, self._report = runtime, report
 
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
-        answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
+        answer.timing = replace(answer.timing, full_ttft_s=full_ttft_s(self._report.decision, answer.timing.ttft_s))
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> None:
         """Update the speeds. On a GPU a prefill ends when its token is read."""
@@ -46,6 +53,21 @@ class AutoRatio(Hook):
         on_gpu = self._runtime.decoder.device.type == "cuda"
         prefill_s, rest_s = (after, 0.0) if on_gpu else (report.prefill_s, max(0.0, after - report.prefill_s))
         controller_of(self._runtime, report.request).learn(self._report, report, prefill_s, rest_s)
+
+
+class AutoRatio(PredictedPrefill):
+    """Reports the decision, too."""
+
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
+        super().on_answer(report, index, answer)
+        answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
+
+
+def full_ttft_s(decision: Decision, ttft_s: float) -> float:
+    """Estimate a full prefill's time to the first token. ttft_s: measured time, of the prefill that was decided. What
+    else it contains (the queue, weights that are read for the first time) is in both."""
+    full_s = decision.full.prefill_s
+    return max(full_s, ttft_s + full_s - decision.chosen.prefill_s)
 
 
 class Controller:
@@ -59,16 +81,27 @@ class Controller:
     def decide(self, request: Request) -> tuple[Request, AutoReport]:
         """Return the request at the largest ratio that loading hides, at least request.blend.ratio, or as a full
         prefill. The answer's time excludes measuring this machine, which happens once."""
+        request, report = self._reported(request, partial(decide, floor=request.blend.ratio))
+        decision = report.decision
+        way = {"mode": "full"} if decision.mode == "full" else {"ratio": decision.ratio}
+        return replace(request, blend=replace(request.blend, **way)), report
+
+    def predict(self, request: Request) -> tuple[Request, AutoReport]:
+        """Return the request, and the estimates for its own ratio. The answer's time is as with `decide`."""
+        ratio = request.blend.effective_ratio()
+        return self._reported(request, partial(at_ratio, ratio=ratio, floor=ratio))
+
+    def _reported(
+        self, request: Request, decided: Callable[[Speeds, Workload], Decision]
+    ) -> tuple[Request, AutoReport]:
         resolved = time.perf_counter()
         speeds = self._measured()
         request = replace(request, started=request.started + time.perf_counter() - resolved)
         work = workload(request)
         before_s = time.perf_counter() - request.started
-        decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
+        decision, other_s = decided(speeds, work), before_s + speeds.rest_s
         predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))
-        way = {"mode": "full"} if decision.mode == "full" else {"ratio": decision.ratio}
-        blend = replace(request.blend, **way)
-        return replace(request, blend=blend), AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
+        return request, AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
     def _measured(self) -> Speeds:
         """Return the speeds; measure them if they are missing.
@@ -78,7 +111,7 @@ class Controller:
         """
         speeds, runtime = self._speeds, self._runtime
         if speeds is None:
-            runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
+            runtime.say(f"measuring how fast this machine is with {runtime.model.name}, once")
             return self._keep(measure_compute(runtime.decoder, runtime.config.block_size))
         if speeds.not_loaded >= _LOAD_AGAIN:
             return self._keep(replace(speeds, bytes_per_s=math.inf, not_loaded=0))
@@ -126,6 +159,13 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
     if request.blend.checks:
         raise UsageError("--ratio auto chooses one ratio, but several check layers were given", "give a ratio to each")
     return controller_of(runtime, request).decide(request)
+
+
+def _can_estimate(runtime: Runtime, request: Request) -> bool:
+    blend = request.blend
+    return (
+        blend.mode != "full" and not blend.checks and bool(request.plan.cached_tokens) and runtime.decoder.part.is_whole
+    )
 
 
 def workload(request: Request) -> Workload:
