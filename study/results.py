@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from answer_scores import has_unsupported
 from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
@@ -58,6 +59,8 @@ def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]
         records = results.by_label[summary.label]
         found = _summary_measures(summary) | _question_measures(bootstrap, kls[summary.label])
         found |= _answer_measures(bootstrap, samples, records)
+        if "unsupported" in measures:
+            found |= _against_texts(bootstrap, samples, records, results.full)
         if kls[summary.label]:
             same = [float(all(record.top1[:SAME_TOKENS])) for record in records]
             found["same_start"] = bootstrap.interval(mean, same)
@@ -95,6 +98,21 @@ def _answer_measures(bootstrap: Bootstrap, samples: Sequence[Sample], records: S
     if len(likelihood) == len(records):
         row["likelihood"] = bootstrap.interval(mean, likelihood)
     return row
+
+
+def _against_texts(
+    bootstrap: Bootstrap, samples: Sequence[Sample], records: Sequence[Record], full: Sequence[Record]
+) -> Row:
+    """unsupported: share of answers with a figure or name that is in no text of the prompt; found_difference: `found`
+    minus full prefill's."""
+    pairs = [*zip(samples, records, strict=True)]
+    found, theirs = (
+        [float(contains_reference(s, r)) for s, r in zip(samples, of, strict=True)] for of in (records, full)
+    )
+    return {
+        "unsupported": bootstrap.interval(mean, [float(has_unsupported(s, r)) for s, r in pairs]),
+        "found_difference": None if records is full else bootstrap.interval(difference, found, theirs),
+    }
 
 
 def contains_reference(sample: Sample, record: Record) -> bool:

@@ -23,11 +23,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from answer_scores import first_lines, parts_of
 from cacheblend_store import ChunkStore
 from report import PAGES, write_pages
-from results import CORRECTION, contains_reference, first_tokens, hardware, rows_of, write_result
+from results import (
+    CORRECTION,
+    contains_reference,
+    first_tokens,
+    hardware,
+    rows_of,
+    write_result,
+)
 from sets import StudySet, study_sets
-from settings import main_settings
+from settings import DEFAULT, REGRESSION, main_settings, over
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -96,6 +104,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with musique_dev.json and rag/")
     parser.add_argument("--set", action="append", choices=[*sets], help="this set alone (repeatable)")
     parser.add_argument("--main", action="store_true", help="the settings that claims are made of, at .05, .15 and .30")
+    parser.add_argument("--ratio", type=float, action="append", default=[], help="the default at this ratio, too")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="settings with it in their name")
     parser.add_argument("--questions", type=int, help="per set, instead of the set's own number")
     parser.add_argument("--half", choices=("fit", "test"), default="test", help="which half of the questions (test)")
@@ -112,7 +121,9 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help=f"add times to the first token to OUT/{TIMED}.json")
     parser.add_argument("--report", action="store_true", help="write the pages again from OUT, measure nothing")
     arguments = parser.parse_args()
-    changed = arguments.quick or arguments.main or arguments.only or arguments.questions or arguments.model
+    changed = (
+        arguments.quick or arguments.main or arguments.only or arguments.questions or arguments.model or arguments.ratio
+    )
     changed = changed or arguments.kv_dtype
     if arguments.out == RESULTS and (changed or arguments.half == "fit" or arguments.dtype != "float32"):
         parser.error("study/results is for the study as it is: give --out FOLDER")
@@ -150,6 +161,9 @@ def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
                 about["asked"] = len(left)
                 results, left = answerable(results, left)
                 about["questions"] = len(left)
+            if one.study_set.by_part:
+                results = first_lines(results, left)
+                about["parts"] = parts_of(results, left)
             rows = rows_of(results, left, one.study_set.measures)
             write_result(arguments.out / f"{name}.json", about | {"rows": rows})
 
@@ -176,8 +190,10 @@ def prepare(name: str, study_set: StudySet, arguments: argparse.Namespace) -> Ru
         samples = samples[1 if arguments.half == "test" else 0 :: 2]
     count = arguments.questions or (3 if arguments.quick else study_set.questions)
     settings = study_set.settings()
-    if arguments.main and not study_set.answerable:
+    if arguments.main and not study_set.keeps_settings:
         settings, study_set = main_settings(context=study_set.context), study_set.for_main()
+    known = {s.label for s in settings}
+    settings += [s for s in over(arguments.ratio, DEFAULT, "query", **REGRESSION) if s.label not in known]
     if arguments.only:
         settings = [s for s in settings if s.label == "reuse" or any(word in s.label for word in arguments.only)]
     return Run(study_set, Engine.load(config), samples[:count], settings, arguments.records / f"{name}.jsonl")

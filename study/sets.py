@@ -37,7 +37,18 @@ LAYOUT = ("exact_match", "f1", "f1_difference", "kl", "same_answer")
 MAIN = ("kl", "kl_median", "kl_p90", "top1", "same_start", "less_default")
 """Of --main: no setting answers on its own, which would take half of the time."""
 ANSWERS = ("f1", "found", "exact_match", "f1_difference", "same_answer", "kl", "kl_median")
-ANSWERED: dict[str, Any] = {"measures": ANSWERS, "tokens": 32, "own_tokens": 32, "answerable": True}
+ANSWERED: dict[str, Any] = {
+    "measures": ANSWERS, "tokens": 32, "own_tokens": 32, "answerable": True, "keeps_settings": True,
+}  # fmt: skip
+WHOLE: dict[str, Any] = {
+    "measures": (
+        "exact_match", "f1", "f1_difference", "found", "found_difference", "same_answer", "unsupported", "kl", "kl_median",
+    ),
+    "tokens": 24,
+    "own_tokens": 24,
+    "keeps_settings": True,
+    "by_part": True,
+}  # fmt: skip
 COLOURS = "amber azure coral crimson ivory jade lilac maroon ochre olive pearl ruby saffron silver teal umber".split()
 ANIMALS = (
     "badger beaver bison camel crane dolphin falcon ferret gibbon heron ibex jackal koala lynx otter raven".split()
@@ -58,7 +69,8 @@ class StudySet:
     """One set. samples: of a data folder, in order. questions: how many are measured by default. halves: whether odd
     and even places are told apart. tokens: of full prefill's answer, over which distributions are compared; own_tokens:
     of a setting's own answer. measures: fields of a result row. context: of chunks under --main. answerable: results
-    are over the questions that full prefill answers at least in part."""
+    are over the questions that full prefill answers at least in part. keeps_settings: --main does not change it.
+    by_part: answers end at their first line, and are scored for each value of the tag "part", too."""
 
     samples: Callable[[Path | None], list[Sample]]
     settings: Callable[[], list[Setting]]
@@ -71,10 +83,12 @@ class StudySet:
     needs_data: bool = True
     context: str = "sink"
     answerable: bool = False
+    keeps_settings: bool = False
+    by_part: bool = False
 
     def for_main(self) -> StudySet:
         """Return the set as --main measures it: full prefill's answers only. Sets of answers stay as they are."""
-        return self if self.answerable else replace(self, own_tokens=1, measures=MAIN)
+        return self if self.keeps_settings else replace(self, own_tokens=1, measures=MAIN)
 
 
 def study_sets() -> dict[str, StudySet]:
@@ -98,6 +112,7 @@ def study_sets() -> dict[str, StudySet]:
             halves=False,
             **ANSWERED,
         ),
+        "answers": StudySet(_short_answers, answer_settings, 200, halves=False, **WHOLE),
     }
     handbook = {
         "handbook": StudySet(lambda _: spellable_samples(), handbook_settings, 520, HANDBOOK),
@@ -133,6 +148,12 @@ def _all_pages(data: Path) -> list[Sample]:
 
 def _rag(data: Path) -> list[Sample]:
     return [s for path in sorted((data / "rag").glob("*.json")) for s in read_samples(path)]
+
+
+def _short_answers(data: Path) -> list[Sample]:
+    from answer_set import answer_samples
+
+    return answer_samples(data)
 
 
 def _has_answer(sample: Sample) -> bool:
@@ -172,7 +193,7 @@ def filler(data: Path) -> tuple[str, ...]:
     return tuple(s for s in found if 5 <= len(s.split()) <= 60)
 
 
-def needles(filler: Sequence[str], chunks: int, seed: int = 0) -> list[Sample]:
+def needles(filler: Sequence[str], chunks: int, seed: int = 0, words: int = PASSAGE_WORDS) -> list[Sample]:
     """Make questions for one of many access codes, two in every chunk."""
     samples = []
     for number in range(NEEDLE_SETS):
@@ -180,7 +201,8 @@ def needles(filler: Sequence[str], chunks: int, seed: int = 0) -> list[Sample]:
         things = rng.sample([f"{c} {a}" for c in COLOURS for a in ANIMALS], chunks * PER_CHUNK)
         codes = [str(rng.randrange(100_000, 1_000_000)) for _ in things]
         sentences = [f"The access code of the {t} is {code}." for t, code in zip(things, codes, strict=True)]
-        texts = [_strewn(filler, sentences[i * PER_CHUNK : (i + 1) * PER_CHUNK], rng) for i in range(chunks)]
+        own = (sentences[i * PER_CHUNK : (i + 1) * PER_CHUNK] for i in range(chunks))
+        texts = [_strewn(filler, of_chunk, rng, words) for of_chunk in own]
         target = rng.randrange(PER_CHUNK, len(things))  # the first chunk is exact in any case
         question = f"What is the access code of the {things[target]}? Answer with the number only."
         samples.append(Sample(question, (codes[target],), tuple(Context(text) for text in texts)))
@@ -208,10 +230,10 @@ def tracking(filler: Sequence[str], chunks: int, seed: int = 1) -> list[Sample]:
     return samples
 
 
-def _strewn(filler: Sequence[str], sentences: Sequence[str], rng: random.Random) -> str:
+def _strewn(filler: Sequence[str], sentences: Sequence[str], rng: random.Random, words: int = PASSAGE_WORDS) -> str:
     """Return a passage of real sentences with the given ones at random places."""
     at, passage = rng.randrange(len(filler)), []
-    while sum(len(sentence.split()) for sentence in passage) < PASSAGE_WORDS:
+    while sum(len(sentence.split()) for sentence in passage) < words:
         passage.append(filler[at % len(filler)])
         at += 1
     for sentence in sentences:
