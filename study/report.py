@@ -98,6 +98,8 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
         results = {MODEL_NAMES[model]: found[path] for path, model in MODELS[name].items() if path in found}
         if any("/" in path for path in MODELS[name] if path in found):
             blocks[f"{name}, {cell}"] = side_by_side(results, CELLS[cell])
+    if answers := {model: found[f"{model}/answers"] for model in ANSWERED if f"{model}/answers" in found}:
+        blocks |= {"answers": answers_table(answers), "answers by part": parts_table(answers)}
     for name in CODEC_MEASURES.keys() & found.keys():
         blocks[name] = codec_table(name, found[name])
     return blocks
@@ -112,10 +114,45 @@ def side_by_side(results: dict[str, Any], cell: Callable[[Row], str]) -> str:
     for label in dict.fromkeys(label for rows in by_label for label in rows):
         cells = [cell(rows[label]) if label in rows else "" for rows in by_label]
         if sum(map(bool, cells)) > 1:
-            name, _, ratio = label.rpartition(" ")
-            title = f"{SETTING_NAMES.get(name, name)} {float(ratio):.2f}".replace("0.", ".") if "." in ratio else label
-            lines.append(f"| {title} | {' | '.join(cells)} |")
+            lines.append(f"| {_title(label)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def answers_table(results: dict[str, Row]) -> str:
+    """Return the scores of whole answers, by model and setting."""
+    lines = ["| model | setting | exact | F1 | F1 minus full prefill's (95 %) | same answer | claim in no text |"]
+    lines.append("|---" * 7 + "|")
+    for model, result in results.items():
+        name = f"{MODEL_NAMES[model]}, {result['questions']} questions"
+        for row in result["rows"]:
+            cells = [f"{row['exact_match'][0]:.0%}", _number(row["f1"][0]), _signed(row.get("f1_difference"))]
+            cells.append(f"{row['same_answer'][0]:.0%}" if "same_answer" in row else "")
+            lines.append(f"| {name} | {_title(row['label'])} | {' | '.join(cells)} | {row['unsupported'][0]:.1%} |")
+            name = ""
+    return "\n".join(lines)
+
+
+def parts_table(results: dict[str, Row]) -> str:
+    """Return F1 of whole answers by part of the questions."""
+    parts = list(dict.fromkeys(part["part"] for result in results.values() for part in result["parts"]))
+    lines = ["| F1 | | " + " | ".join(parts) + " |", "|---" * (len(parts) + 2) + "|"]
+    for model, result in results.items():
+        by_part, name = {part["part"]: part["f1"] for part in result["parts"]}, MODEL_NAMES[model]
+        for row in result["rows"]:
+            cells = [_number(by_part[part][row["label"]]) if part in by_part else "" for part in parts]
+            lines.append(f"| {name} | {_title(row['label'])} | {' | '.join(cells)} |")
+            name = ""
+    return "\n".join(lines)
+
+
+def _title(label: str) -> str:
+    """Return a label in words: "default (`query` with regression) .15"."""
+    name, _, ratio = label.rpartition(" ")
+    return f"{SETTING_NAMES.get(name, name)} {float(ratio):.2f}".replace("0.", ".") if "." in ratio else label
+
+
+def _signed(value: list[float] | None) -> str:
+    return "" if value is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*value)
 
 
 def codec_table(name: str, result: Row) -> str:
@@ -198,6 +235,7 @@ MODEL_NAMES = {
     "smollm2": "SmolLM2-135M-Instruct",
     **dict.fromkeys(("qwen", "qwen2.5-coder-0.5b-instruct-q4_k_m"), "Qwen2.5-Coder-0.5B-Instruct"),
     **dict.fromkeys(("gemma", "gemma3-270m-q4_k_m"), "Gemma 3 270M"),
+    "qwen-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
 }
 SETTING_NAMES = {
     "query, regression": "default (`query` with regression)",
@@ -212,16 +250,28 @@ SIDE_BY_SIDE = (
     ("office", "answers"), ("office", "kl"), ("found", "answers"), ("nearer", "nearer"), ("baselines", "kl"), ("baselines", "paired"),
 )  # fmt: skip
 MODELS = {
-    "musique": {"musique-main": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
+    "musique": {
+        "musique-main": "smollm2",
+        "qwen/musique": "qwen",
+        "gemma/musique": "gemma",
+        "qwen-1.5b/musique": "qwen-1.5b",
+    },
     "correction": {"smollm2/correction": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
-    "needles": {"needles-main": "smollm2", "qwen/needles-2k": "qwen", "gemma/needles-2k": "gemma"},
-    "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma"},
-    "office": {"smollm2/office": "smollm2", "qwen/office": "qwen"},
+    "needles": {
+        "needles-main": "smollm2",
+        "qwen/needles-2k": "qwen",
+        "gemma/needles-2k": "gemma",
+        "qwen-1.5b/needles-2k": "qwen-1.5b",
+    },
+    "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma", "qwen-1.5b/pages": "qwen-1.5b"},
+    "office": {"smollm2/office": "smollm2", "qwen/office": "qwen", "qwen-1.5b/office": "qwen-1.5b"},
     "nearer": {f"{model}/nearer": model for model in ("smollm2", "qwen", "gemma")},
     "baselines": {"musique-main": "smollm2", "qwen/baselines": "qwen", "gemma/baselines": "gemma"},
     "found": {"smollm2/musique-found": "smollm2", "qwen/musique-found": "qwen"},
 }
 """Tables of models side by side: result -> model."""
+ANSWERED = ("smollm2", "gemma", "qwen", "qwen-1.5b")
+"""Models whose whole answers were scored."""
 
 
 def about(result: Row) -> str:
