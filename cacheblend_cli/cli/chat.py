@@ -78,7 +78,7 @@ def chat(
     settings = resolved.settings
     with (
         store_in_use(settings) as store,
-        AskSession(resolved, output, store, AskOptions(drafts=False), local=local) as session,
+        AskSession(resolved, output, store, AskOptions(drafts=False, estimate_full=verbose), local=local) as session,
     ):
         if named is None:
             session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
