@@ -266,7 +266,12 @@ MODELS = {
     "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma", "qwen-1.5b/pages": "qwen-1.5b"},
     "office": {"smollm2/office": "smollm2", "qwen/office": "qwen", "qwen-1.5b/office": "qwen-1.5b"},
     "nearer": {f"{model}/nearer": model for model in ("smollm2", "qwen", "gemma")},
-    "baselines": {"musique-main": "smollm2", "qwen/baselines": "qwen", "gemma/baselines": "gemma"},
+    "baselines": {
+        "musique-main": "smollm2",
+        "qwen/baselines": "qwen",
+        "gemma/baselines": "gemma",
+        "qwen-1.5b/baselines": "qwen-1.5b",
+    },
     "found": {"smollm2/musique-found": "smollm2", "qwen/musique-found": "qwen"},
 }
 """Tables of models side by side: result -> model."""
@@ -343,12 +348,14 @@ def by_ratio(rows: list[Row]) -> str:
     lines = ["| setting | " + " | ".join(f"{r:g}" for r in ratios) + " |", "|---|" + "---|" * len(ratios)]
     for name in dict.fromkeys(method(row) for row in rows if "kl" in row and row["ratio"]):
         at = {row["ratio"]: row for row in rows if "kl" in row and method(row) == name}
-        cells = [
-            f"{r['kl'][0]:.3f} / {r['kl_median'][0]:.3f} · {r['top1'][0]:.1%} · {r['same_answer'][0]:.0%}" if r else ""
-            for r in (at.get(ratio) for ratio in ratios)
-        ]
+        cells = [_short_cell(at[ratio]) if ratio in at else "" for ratio in ratios]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _short_cell(row: Row) -> str:
+    same = row.get("same_answer") or row["same_start"]
+    return f"{row['kl'][0]:.3f} / {row['kl_median'][0]:.3f} · {row['top1'][0]:.1%} · {same[0]:.0%}"
 
 
 def claims_tables(result: Row) -> str:

@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
         left = [s for number, s in enumerate(one.samples[:done], 1) if number not in dict(results.skipped)]
         if left:
             about = {
-                "set": name, "model": one.engine.model.name, "dtype": arguments.dtype, "half": half_of(one.study_set, arguments),
+                "set": name, "model": Path(one.engine.model.name).stem, "dtype": arguments.dtype, "half": half_of(one.study_set, arguments),
                 "hardware": hardware(), "questions": len(left), "tokens": one.study_set.tokens, "kv_dtype": one.engine.config.kv_dtype,
             }  # fmt: skip
             if one.study_set.answerable:

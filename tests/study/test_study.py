@@ -137,6 +137,7 @@ def test_a_run_goes_on_from_its_records_and_fills_its_page(
 ) -> None:
     out, records = tmp_path / "out", tmp_path / "records"
     flags = ("--data", data, "--set", "musique", "--main", "--model", model, "--records", records, "--out", out)
+    flags += ("--ratio", 0.5, "--ratio", 0.3)
     for number in (1, 2):  # each ends with the question that is measured when its time is over
         run(study, monkeypatch, *flags, "--seconds", 0)
         result = json.loads((out / "musique.json").read_text())
@@ -147,14 +148,15 @@ def test_a_run_goes_on_from_its_records_and_fills_its_page(
     assert json.loads((out / "musique.json").read_text()) == result
     rows = {row["label"]: row for row in result["rows"]}
     assert result["questions"] == 2
-    assert len(rows) == 20
+    assert len(rows) == 21
+    assert rows["query, regression 0.5"]["ratio"] == 0.5
     default, reuse = rows["query, regression 0.15"], rows["reuse"]
     assert "less_default" not in default
     assert reuse["less_default"][1] <= reuse["less_default"][0] <= reuse["less_default"][2]
     for name in ("kl", "kl_median", "kl_p90"):
         assert reuse[name][1] <= reuse[name][0] <= reuse[name][2]
     page = (out / "report.md").read_text()
-    assert page.count("| query, regression |") == 3
+    assert page.count("| query, regression |") == 2  # at .15, and over all ratios
     assert f"| CacheBlend | 0.15 | {rows['CacheBlend 0.15']['work']:.1%} |" in page
 
 
@@ -162,7 +164,14 @@ def test_partial_runs_stay_out_of_the_committed_results(
     study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(study["run"], "run", lambda *told: pytest.fail("measured"))
-    for flags in (("--questions", 1), ("--half", "fit"), ("--dtype", "bfloat16"), ("--quick",), ("--main",)):
+    for flags in (
+        ("--questions", 1),
+        ("--half", "fit"),
+        ("--dtype", "bfloat16"),
+        ("--quick",),
+        ("--main",),
+        ("--ratio", 0.5),
+    ):
         with pytest.raises(SystemExit) as ended:
             run(study, monkeypatch, *flags)
         assert ended.value.code == 2
