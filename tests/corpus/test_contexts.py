@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.chunks import ChunkRecords
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import exact_where_stored
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, SearchParams
 
 QUESTION = "where does Mara work?"
 CONTEXTS = ("sink", "document", "neighbours")
@@ -168,6 +169,36 @@ def test_the_window_ends_at_the_models_context(tmp_path: Path) -> None:
         lengths = [m.collected_len for m in corpus.chunks(context)]
         assert 400 < max(lengths) <= 512
     assert corpus.far_from_full([m.key for m in corpus.chunks("document")[:8]]) <= 1e-4
+
+
+def test_two_documents_begin_a_prompt_that_are_exact_together(corpus: Corpus) -> None:
+    """The best hit comes first, unless another page leads it whose text it was collected behind."""
+    pages = "beta is where Mara works, xyzzy plugh", "beta gamma delta", "beta gamma alpha"
+    for number, text in enumerate(pages):
+        corpus.write(number, [f"{text} {number}."])
+    ask = AskRequest("where does Mara work in beta?", search=SearchParams(k=3, by="words"))
+    corpus.precompute("document")
+    own = {m.source[-4]: m.key for m in corpus.store.chunks()}
+
+    def found(order: str = "exact") -> tuple[list[str], list[str]]:
+        """Return the pages in the prompt's order, and their status."""
+        asked = replace(ask, search=SearchParams(k=3, by="words", order=order))
+        request = resolve(corpus.engine.runtime, corpus.store, asked)
+        return [c.citation.source[-4] for c in request.chunks], [s.status for s in request.plan.chunks]
+
+    assert found()[0][0] == "0"  # the best hit, and the longest page
+    assert found()[1] == ["exact", *["blended"] * (len(found()[0]) - 1)]
+    corpus.precompute("neighbours", neighbours=1)
+    behind = {m.source[-4]: m for m in corpus.store.chunks() if m.left_context_ids}
+    pages_of = {corpus.store.get_chunk(key).token_ids: page for page, key in own.items()}  # type: ignore[union-attr]
+    pairs = {(pages_of[m.left_context_ids], page) for page, m in behind.items()}
+    order, status = found()
+    assert (order[0], order[1]) in pairs - {("0", order[1])}
+    assert status[:2] == ["exact", "exact"]
+    assert corpus.far_from_full([own[order[0]], behind[order[1]].key]) <= 1e-4
+    assert found("rank")[0][0] == "0"
+    corpus.store.remove_chunks([m.key for m in behind.values()])
+    assert found()[0][0] == "0"
 
 
 def exact_of(corpus: Corpus, keys: Sequence[bytes]) -> list[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection as Keys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore
@@ -30,6 +30,9 @@ from cacheblend_cli.types import AskRequest, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
+
+
+_MOST_PAIRED = 8  # best documents of which two may begin the prompt
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,12 @@ def retrieve(
         more = "search other documents too (--all)" if others else "precompute more documents"
         raise NotFoundError(WEAK, f"ask in other words, {more}, or --on-weak-match answer")
     fit, notes = _fitting(prompts, own, stored, ask, [hit.key for hit in found.hits], planned)
-    keys = in_order(stored, found.hits, fit, lookup.order)
-    exact = exact_where_stored(in_stored_codec(own, prompts, stored, keys), stored, keys)
+    documents = in_reading_order(found.hits, fit)
+    collection = in_stored_codec(own, prompts, stored, [key for keys in documents for key in keys])
+    if lookup.order == "exact":
+        documents = exact_first(collection, stored, documents)
+    keys = [key for keys in documents for key in keys]
+    exact = exact_where_stored(collection, stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(found.hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
     if found.num_damaged:
@@ -126,22 +133,21 @@ def _fitting(
     return kept, [note]
 
 
-def in_order(stored: ChunkRecords, hits: Sequence[SearchHit], keys: Keys[bytes], order: str) -> list[bytes]:
-    """Return the given keys of hits in reading order: documents by their best hit, chunks of one document by their
-    place.
-
-    order "exact": only the beginning of a prompt can be exact, up to the first inexact chunk. So the document with the
-    most exact tokens comes first, then the one with the best hit.
+def exact_first(collection: Collection, stored: ChunkRecords, documents: list[list[bytes]]) -> list[list[bytes]]:
+    """Return the documents' keys, those first that make the longest exact beginning of a prompt: one document or, where
+    a chunk of one was collected behind another (`--context neighbours`), two. Among equals the better hits come first.
+    Nothing after an inexact chunk is exact.
     """
-    documents = in_reading_order(hits, keys)
-    if order == "exact" and len(documents) > 1:
-        first = max(documents, key=partial(exact_tokens, stored))
-        documents = [first, *(d for d in documents if d is not first)]
-    return [key for document in documents for key in document]
+    some = documents[:_MOST_PAIRED]
+    beginnings = [*([d] for d in some), *([first, second] for first, second in permutations(some, 2))]
+    best = max(
+        beginnings, key=lambda keys: exact_tokens(collection, stored, [k for of in keys for k in of]), default=[]
+    )
+    return [*best, *(d for d in documents if d not in best)]
 
 
 def in_reading_order(hits: Sequence[SearchHit], keys: Keys[bytes]) -> list[list[bytes]]:
-    """Return the keys by document (best hit first), and within a document by place."""
+    """Return the keys of hits by document (best hit first), and within a document by place."""
     places: dict[str, dict[bytes, int]] = {}
     for hit in hits:
         if hit.key in keys:
@@ -149,15 +155,18 @@ def in_reading_order(hits: Sequence[SearchHit], keys: Keys[bytes]) -> list[list[
     return [sorted(document, key=document.__getitem__) for document in places.values()]
 
 
-def exact_tokens(stored: ChunkRecords, keys: Sequence[bytes]) -> int:
-    """Return the number of tokens of leading chunks that were collected after the same text. Evicted KV counts too, so
-    that the order of a prompt, and its answer, do not depend on eviction."""
+def exact_tokens(collection: Collection, stored: ChunkRecords, keys: Sequence[bytes]) -> int:
+    """Return the number of tokens of leading chunks of which a copy was collected after the same text. Evicted KV
+    counts too, so that the order of a prompt, and its answer, do not depend on eviction."""
     left: tuple[int, ...] = ()
     for key in keys:
         manifest = stored.get(key)
-        if manifest is None or tuple(manifest.left_context_ids) != left:
+        if manifest is None:
             break
-        left += tuple(manifest.token_ids)
+        ids = tuple(manifest.token_ids)
+        if tuple(manifest.left_context_ids) != left and stored.get(collection.key(ids, left)) is None:
+            break
+        left += ids
     return len(left)
 
 
