@@ -236,18 +236,6 @@ def _paired(row: Row) -> str:
     return f"{_interval(row['less_default'])} · {row['nearer']}" if "less_default" in row else ""
 
 
-def _answers(row: Row) -> str:
-    if "f1" not in row:
-        return ""
-    return " · ".join(
-        (
-            _interval(row["f1"]),
-            f"{row['found'][0]:.0%}",
-            f"{row['same_answer'][0]:.0%}" if "same_answer" in row else "",
-        )
-    )
-
-
 def _correction(row: Row) -> str:
     return _interval(row.get("less_plain"))
 
@@ -257,7 +245,7 @@ def _nearer(row: Row) -> str:
 
 
 CELLS: dict[str, Callable[[Row], str]] = {
-    "kl": _kl, "tail": _tail, "paired": _paired, "answers": _answers, "correction": _correction, "nearer": _nearer,
+    "kl": _kl, "tail": _tail, "paired": _paired, "correction": _correction, "nearer": _nearer,
 }  # fmt: skip
 MODEL_NAMES = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -275,7 +263,7 @@ SETTING_NAMES = {
 }
 SIDE_BY_SIDE = (
     ("musique", "kl"), ("musique", "tail"), ("musique", "paired"), ("correction", "correction"), ("needles", "kl"), ("pages", "kl"),
-    ("office", "answers"), ("office", "kl"), ("found", "answers"), ("nearer", "nearer"), ("baselines", "kl"), ("baselines", "paired"),
+    ("office", "kl"), ("nearer", "nearer"), ("baselines", "kl"), ("baselines", "paired"),
 )  # fmt: skip
 MODELS = {
     "musique": {
@@ -300,7 +288,6 @@ MODELS = {
         "gemma/baselines": "gemma",
         "qwen-1.5b/baselines": "qwen-1.5b",
     },
-    "found": {"smollm2/musique-found": "smollm2", "qwen/musique-found": "qwen"},
 }
 """Tables of models side by side: result -> model."""
 ANSWERED = ("smollm2", "gemma", "qwen", "qwen-1.5b")

@@ -105,13 +105,6 @@ def study_sets() -> dict[str, StudySet]:
     }
     answers = {
         "office": StudySet(lambda _: office(), answer_settings, 36, halves=False, needs_data=False, **ANSWERED),
-        "musique-found": StudySet(
-            lambda data: [s for s in musique(data, 4)[1::2] if _has_answer(s)],
-            answer_settings,
-            54,
-            halves=False,
-            **ANSWERED,
-        ),
         "answers": StudySet(_short_answers, answer_settings, 200, halves=False, **WHOLE),
     }
     handbook = {
@@ -154,10 +147,6 @@ def _short_answers(data: Path) -> list[Sample]:
     from answer_set import answer_samples
 
     return answer_samples(data)
-
-
-def _has_answer(sample: Sample) -> bool:
-    return any(answer.lower() in context.text.lower() for answer in sample.answers for context in sample.contexts)
 
 
 def office(orders: int = 2, seed: int = 0) -> list[Sample]:
