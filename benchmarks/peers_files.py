@@ -75,6 +75,8 @@ for name in json.load(sys.stdin):
 print(json.dumps({"cpu": time.process_time()}))
 """
 BLENDS = {name: peers.BLENDS[name] for name in ("full", "query .15")}
+OWN_RATIOS = dict(zip(DOWNLOADED, (".30", ".50"), strict=True))
+"""Ratios that `models check` chooses on MuSiQue (study/own_ratio.md)."""
 Rows = dict[str, tuple[list[str], list[str]]]  # a row's command, and the command that only loads
 
 
@@ -164,7 +166,10 @@ def rows_of(file: ModelFile, ik_llama: Path | None, avx2: bool, memory_gib: floa
         left_out.append("cacheblend: its compiled code for AVX2 is not built")
     else:
         loads = [sys.executable, "-c", only_loading(OURS), path]
-        rows |= {f"{name}: cacheblend, {blend}": (file.ask(*flags), loads) for blend, flags in BLENDS.items()}
+        blends = dict(BLENDS)
+        if own := OWN_RATIOS.get(file.path.name):
+            blends[f"query {own}"] = ["--selector", "query", "--ratio", own]
+        rows |= {f"{name}: cacheblend, {blend}": (file.ask(*flags), loads) for blend, flags in blends.items()}
     if find_spec("xllamacpp"):
         add(f"llama.cpp (xllamacpp {version('xllamacpp')}, built for AVX2)", XLLAMACPP)
     else:
