@@ -19,7 +19,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.chunks import ChunkRecords
 from cacheblend_cli.engine.request.resolve import resolve
-from cacheblend_cli.engine.request.retrieval import exact_where_stored
+from cacheblend_cli.engine.request.retrieval import exact_first, exact_where_stored
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, SearchParams
 
 QUESTION = "where does Mara work?"
@@ -199,6 +199,17 @@ def test_two_documents_begin_a_prompt_that_are_exact_together(corpus: Corpus) ->
     assert found("rank")[0][0] == "0"
     corpus.store.remove_chunks([m.key for m in behind.values()])
     assert found()[0][0] == "0"
+
+
+def test_any_hit_may_lead_by_itself(corpus: Corpus) -> None:
+    """The longest page begins the prompt, though it is the last of many hits."""
+    for number in range(12):
+        corpus.write(number, [f"beta gamma {'home ' * (number + 1)}{number}."])
+    corpus.precompute("document")
+    with ChunkRecords(corpus.store) as stored:
+        pages = [[m.key for m in corpus.chunks("document", number)] for number in range(12)]
+        found = exact_first(corpus.engine.runtime.collection(), stored, pages)
+    assert found == [pages[-1], *pages[:-1]]
 
 
 def exact_of(corpus: Corpus, keys: Sequence[bytes]) -> list[bytes]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
 
 
-_MOST_PAIRED = 8  # best documents of which two may begin the prompt
+_MOST_PAIRED = 8  # best documents of which two may begin the prompt together
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def exact_first(collection: Collection, stored: ChunkRecords, documents: list[li
     a chunk of one was collected behind another (`--context neighbours`), two. Among equals the better hits come first.
     Nothing after an inexact chunk is exact.
     """
-    some = documents[:_MOST_PAIRED]
-    beginnings = [*([d] for d in some), *([first, second] for first, second in permutations(some, 2))]
+    pairs = permutations(documents[:_MOST_PAIRED], 2)
+    beginnings = [*([d] for d in documents), *([first, second] for first, second in pairs)]
     best = max(
         beginnings, key=lambda keys: exact_tokens(collection, stored, [k for of in keys for k in of]), default=[]
     )
