@@ -96,7 +96,9 @@ def test_an_answer_ends_with_three_sources_and_one_short_line(cli: Cli, stored: 
     assert re.fullmatch(rf"\d+\.\d s: \d+\.\d s to start, then first token after \d+\.\d+ s; {work}", summary)
     verbose = cli(*asked, "-v").err.splitlines()
     assert sum(line.startswith("source: ") for line in verbose) == 5
-    assert re.match(r"first token: blended \d+\.\d+ s; --verify measures", verbose[-2])
+    assert re.match(
+        r"first token: blended \d+\.\d+ s; a full prefill takes about \d+\.\d+ s \(\d+\.\d x\)$", verbose[-2]
+    )
     assert f"{record['exact_tokens']} exact here, {record['recomputed_tokens']} of the other " in verbose[-1]
     assert re.search(r"\d tokens/s(, \d+\.\d tokens a step \(\d+ accepted\))?$", verbose[-1])
     short = cli(*asked[:-4], "--max-tokens", "15", "-v").err
