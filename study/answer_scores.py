@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_cli.claims import check
-from cacheblend_cli.evaluation.evaluate import FULL, Results
+from cacheblend_cli.evaluation.evaluate import Results
 from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1
@@ -22,14 +22,12 @@ def has_unsupported(sample: Sample, record: Record) -> bool:
 
 
 def first_lines(results: Results, samples: Sequence[Sample]) -> Results:
-    """End each answer at its first line, and score it again: base models go on with questions of their own."""
+    """End each answer at its first line, and score it again: base models go on with questions of their own. Whether it
+    is the same answer as full prefill's stays a matter of the whole text."""
     by_label = {
         label: [_first_line(*pair) for pair in zip(samples, records, strict=True)]
         for label, records in results.by_label.items()
     }
-    for records in by_label.values():
-        pairs = [*zip(records, by_label[FULL.label], strict=True)]
-        records[:] = [replace(r, same_answer=r.same_answer and r.answer == full.answer) for r, full in pairs]
     return replace(results, by_label=by_label)
 
 
@@ -45,12 +43,8 @@ def parts_of(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]
     for part in dict.fromkeys(sample.tags["part"] for sample in samples):
         own = [place for place, sample in enumerate(samples) if sample.tags["part"] == part]
         scores = {
-            label: _rounded(statistics.fmean(records[place].f1 or 0.0 for place in own))
+            label: round(statistics.fmean(records[place].f1 or 0.0 for place in own), 5)
             for label, records in results.by_label.items()
         }
         rows.append({"part": part, "questions": len(own), "f1": scores})
     return rows
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""The set `answers`: 200 questions with short answers, over prompts of 400 to 900 tokens, each chunk collected alone.
+"""The set `answers`: 200 questions with short answers, over prompts of 300 to 1,000 tokens, each chunk collected alone.
 
 | part | questions | text |
 |---|---|---|

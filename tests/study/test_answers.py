@@ -76,12 +76,12 @@ def test_answers_end_at_their_first_line(study: dict[str, ModuleType]) -> None:
     sample = Sample("who?", ("Mara Lind",), (Context("Mara Lind leads."),), {"part": "office"})
     other = replace(sample, answers=("9 euros",), tags={"part": "hops"})
     full = [replace(record("Mara Lind\nWhat else?"), same_answer=None), replace(record("9 euros"), same_answer=None)]
-    reused = [replace(record(" Mara Lind\nAnd now?"), same_answer=True), record("Mara")]
+    reused = [record(" Mara Lind\nAnd now?"), replace(record("Mara"), same_answer=True)]
     results = Results([FULL, REUSE], {FULL.label: full, "reuse": reused})
     scored = study["answer_scores"].first_lines(results, [sample, other])
     first, second = scored.by_label["reuse"]
-    assert (first.answer, first.exact_match, first.f1, first.same_answer) == ("Mara Lind", True, 1.0, True)
-    assert (second.exact_match, second.f1, second.same_answer) == (False, 0.0, False)
+    assert (first.answer, first.exact_match, first.f1, first.same_answer) == ("Mara Lind", True, 1.0, False)
+    assert (second.exact_match, second.f1, second.same_answer) == (False, 0.0, True)
     parts = study["answer_scores"].parts_of(scored, [sample, other])
     assert [(p["part"], p["questions"], p["f1"]["reuse"]) for p in parts] == [("office", 1, 1.0), ("hops", 1, 0.0)]
 
