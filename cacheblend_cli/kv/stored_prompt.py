@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +74,12 @@ class StoredPrompt:
     @property
     def num_bytes(self) -> int:
         """Stored bytes of all layers."""
-        blobs = (blob_spec(s.codec, s.num_tokens, *heads) for heads in self.decoder.spec.kv_shapes for s in self.spans)
-        return sum(tensor.num_bytes for blob in blobs for tensor in blob.values())
+        return sum(
+            count * tensor.num_bytes
+            for heads, count in Counter(self.decoder.spec.kv_shapes).items()
+            for span in self.spans
+            for tensor in blob_spec(span.codec, span.num_tokens, *heads).values()
+        )
 
     def rows(self, spans: Sequence[StoredSpan]) -> BatchRows:
         """Return the rows of the spans, one span after another; created on the current stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from gpu.timing import summed  # noqa: E402
 
 @pytest.fixture
 def gpu() -> Iterator[FakeGpu]:
+    importlib.import_module("transformers.models.llama.modeling_llama")  # annotates with classes of torch.cuda
     with installed({}) as gpu, pytest.MonkeyPatch.context() as patch:
         watch_launches(gpu, patch)
         compute_with_torch(gpu, patch, TritonBackend)
