@@ -86,6 +86,7 @@ class Reused(TypedDict):
     weak_match: bool  # even the best chunk found matches the question weakly
     claims: list[Claim]  # figures, names and quotations of the answer, looked up in the texts of the prompt
     hits_cut: int  # hits left out because they match far less well than the best one
+    hits_repeated: int  # hits left out because a better one contains their text
     notes: list[str]  # messages for people; their wording may change
     prefix_cache_tokens: NotRequired[int]  # leading prompt tokens whose KV the engine still held
     auto: NotRequired[Auto]  # with --ratio auto

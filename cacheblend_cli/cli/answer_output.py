@@ -212,10 +212,12 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None, st
     if result.answer.verify is None:
         output.detail(first_token_line(result.answer))
     output.detail(detail_line(result.answer) + result.by)
-    if result.answer.hits_cut and (output.verbose or result.options.explain):
-        from cacheblend_cli.corpus.search import hits_cut_note
+    left_out = result.answer.hits_cut, result.answer.hits_repeated
+    if any(left_out) and (output.verbose or result.options.explain):
+        from cacheblend_cli.corpus.search import left_out_notes
 
-        output.note(hits_cut_note(result.answer.hits_cut))
+        for note in left_out_notes(*left_out):
+            output.note(note)
 
 
 def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:

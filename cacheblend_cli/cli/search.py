@@ -37,7 +37,7 @@ def search(
 
     With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
-    from cacheblend_cli.corpus.search import damaged_note, hits_cut_note, look, weak_note
+    from cacheblend_cli.corpus.search import damaged_note, left_out_notes, look, weak_note
 
     output = Output(quiet=quiet)
     if not query.strip():
@@ -53,9 +53,8 @@ def search(
         found, by = warm or (look(kv_store, query, params, output.note), "")
         weak = weak_note(kv_store, scope) if found.weak else ""
     _show(found, output, json=json, quiet=quiet)
-    cut = hits_cut_note(found.num_cut) if found.num_cut else ""
     damaged = damaged_note(found.num_damaged) if found.num_damaged else ""
-    for note in filter(None, (cut, damaged, weak, by)):
+    for note in filter(None, (*left_out_notes(found.num_cut, found.num_repeated), damaged, weak, by)):
         output.note(note)
 
 

@@ -39,6 +39,7 @@ _VERSIONS = """
     SELECT DISTINCT p.collection, p.context, coalesce(v.digest, ''), coalesce(v.updated, 0.0) FROM places AS p
     LEFT JOIN versions AS v USING (source, collection, context) WHERE p.source = ?
 """
+_BODY = "SELECT body FROM chunks WHERE rowid = ?"
 _DAMAGED = "SELECT count(DISTINCT p.key) FROM damaged AS p WHERE {where}"
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', ?) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 _SNIPPET_WORDS, _SNIPPET_LETTERS = 14, 48  # tokens; of scripts without blanks, a token is a letter
@@ -107,16 +108,21 @@ class SearchResult(NamedTuple):
     by: str  # "words", "meaning" or "both"
     num_cut: int = 0  # hits left out because their match is far below the best one's
     num_damaged: int = 0  # chunks of the store that cannot be searched, because their records are damaged
+    num_repeated: int = 0  # hits left out because a better one contains their text
 
     @property
     def weak(self) -> bool:
         return is_weak(self.hits, self.by)
 
 
-def hits_cut_note(count: int) -> str:
-    """Say how many hits were left out and how to get them."""
-    what = "1 more hit is" if count == 1 else f"{count} more hits are"
-    return f"{what} left out: far below the best match (-k {NUM_HITS} takes all)"
+def left_out_notes(num_cut: int, num_repeated: int) -> Iterator[str]:
+    """Say how many hits were left out, why, and how to get them."""
+    for count, why in (
+        (num_cut, f"far below the best match (-k {NUM_HITS} takes all)"),
+        (num_repeated, "a better one contains the text"),
+    ):
+        if count:
+            yield f"{'1 more hit is' if count == 1 else f'{count} more hits are'} left out: {why}"
 
 
 def damaged_note(count: int) -> str:
@@ -131,7 +137,8 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     A search covers the chunk's own text and the path and first heading of its document, because later paragraphs of a
     page seldom repeat its subject. It goes by words, by meaning or by both, see corpus/ranking.py.
 
-    Each passage is found once, even if it is stored for several models or in several documents. Only the text of a
+    Each passage is found once, even if it is stored for several models or in several documents, and not if a better hit
+    contains its text. Only the text of a
     document that was stored last is searched. If a document is stored in several contexts, the context of `lookup` is
     searched, else the first of document, neighbours, sink. With `lookup.expand`, the adjacent chunks follow after the k
     hits.
@@ -153,7 +160,8 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
             ranking = fuse(words, meaning, counted.of, lookup.k)
         else:
             ranking = words or meaning or ()
-        rows = [row for row in islice(counted.of(ranking), lookup.k) if row.score >= lookup.min_score]
+        distinct = _Distinct(db)
+        rows = [row for row in islice(distinct.of(counted.of(ranking)), lookup.k) if row.score >= lookup.min_score]
         num_found = len(rows)
         if lookup.cut and meaning:
             rows = [row for row in rows if row.score >= rows[0].score - MAX_DROP]
@@ -161,7 +169,8 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         for row in rows:
             match = words.of(row)[0] if words and not meaning else row.score
             hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
-        return SearchResult([*hits, *_beside(db, rows, lookup.expand)], lookup.by, num_found - len(rows), damaged)
+        hits += _beside(db, rows, lookup.expand)
+        return SearchResult(hits, lookup.by, num_found - len(rows), damaged, distinct.num_repeated)
 
 
 def is_weak(hits: Sequence[SearchHit], by: str) -> bool:
@@ -179,7 +188,7 @@ def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Qu
         size = _SNIPPET_WORDS if all(spaced(term) == term for term in terms) else _SNIPPET_LETTERS
         found = db.execute(_SNIPPET, (size, " OR ".join(terms), row.id)).fetchone()
     if found is None:
-        [body] = db.execute("SELECT body FROM chunks WHERE rowid = ?", (row.id,)).fetchone()
+        [body] = db.execute(_BODY, (row.id,)).fetchone()
         embedder = asked.embedder if asked else None
         return telling_sentence(unspaced(body), embedder, asked.vector if asked and embedder else None)
     return " ".join(unspaced(found[0]).split())[:_SNIPPET_CHARACTERS]
@@ -195,6 +204,24 @@ def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator
                 seen.add(key)
                 neighbour = row._replace(id=i, key=key, position=position)
                 yield _hit(neighbour, _snippet(db, neighbour, (), None), 0.0, beside=True)
+
+
+class _Distinct:
+    """Filter rows, best first: leave out and count those whose text is part of a better one's. Blanks do not matter."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db, self.num_repeated = db, 0
+
+    def of(self, rows: Iterable[Row]) -> Iterator[Row]:
+        better = list[str]()
+        for row in rows:
+            [body] = self._db.execute(_BODY, (row.id,)).fetchone()
+            text = f" {' '.join(body.split())} "
+            if any(text in other for other in better):
+                self.num_repeated += 1
+            else:
+                better.append(text)
+                yield row
 
 
 class _Counted:

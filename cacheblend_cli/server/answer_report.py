@@ -43,6 +43,7 @@ class AnswerReport:
         names = (
             "schema_version", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "accepted_tokens", "tokens_per_step", "kv_bytes_loaded", "weak_match", "hits_cut",
+            "hits_repeated",
         )  # fmt: skip
         rest: dict[str, Any] = {
             name: reported[name]

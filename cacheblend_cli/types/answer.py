@@ -175,6 +175,7 @@ class Answer:
     tier: TierUse | None = None  # use of a shared tier, if it was asked
     weak_match: bool = False  # even the best chunk found matches the question weakly
     hits_cut: int = 0  # hits left out because they match far less well than the best one
+    hits_repeated: int = 0  # hits left out because a better one contains their text
     accepted_tokens: int = 0  # generated tokens that prompt lookup had proposed, so that they took no step of their own
     ratio_from: str = "given"  # "given", "auto", or "model" or "default" with the reason, see engine/profile.py
 
@@ -208,6 +209,7 @@ class Answer:
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "weak_match": self.weak_match,
             "hits_cut": self.hits_cut,
+            "hits_repeated": self.hits_repeated,
             "notes": self.notes,
         }
         if self.prefix_cache_tokens:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.corpus.search import WEAK, hits_cut_note
+from cacheblend_cli.corpus.search import WEAK, left_out_notes
 from cacheblend_cli.demo import office_dir
 
 Cli = Callable[..., Any]
@@ -133,7 +133,7 @@ def test_hits_that_were_left_out_are_counted_and_can_be_had(
     [record] = cli(*asked, "--json").records
     assert [Path(chunk["source"]).name for chunk in record["chunks"]] == ["parking.md"]
     assert record["hits_cut"] >= 1
-    left_out = hits_cut_note(record["hits_cut"])
+    [left_out] = left_out_notes(record["hits_cut"], 0)
     assert left_out not in cli(*asked).err
     for flag in ("-v", "--explain"):
         assert left_out in cli(*asked, flag).err
@@ -143,6 +143,29 @@ def test_hits_that_were_left_out_are_counted_and_can_be_had(
     assert every["hits_cut"] == 0
     monkeypatch.setenv("CACHEBLEND_TOP_K", "5")
     assert cli(*asked, "--json").records[0]["hits_cut"] == 0
+
+
+def test_a_hit_that_a_better_one_contains_is_counted_and_said(cli: Cli, stored: list[str]) -> None:
+    Path("lent").mkdir()
+    Path("lent/library.md").write_text("Books are lent for six weeks. Ask at the desk about a card.\n")
+    Path("lent/note.md").write_text("Books are lent for six weeks.\n")
+    assert cli("precompute", "lent").code == 0
+    asked = (
+        "ask",
+        "Books: whom to ask at the desk about a card, lent for weeks?",
+        "--source",
+        "lent",
+        "--max-tokens",
+        "2",
+    )
+    [record] = cli(*asked, "--json").records
+    assert [Path(chunk["source"]).name for chunk in record["chunks"]] == ["library.md"]
+    assert record["hits_repeated"] == 1
+    [left_out] = left_out_notes(0, 1)
+    assert left_out not in cli(*asked).err
+    for flag in ("-v", "--explain"):
+        assert left_out in cli(*asked, flag).err
+    assert left_out in cli("search", *asked[1:4]).err
 
 
 def test_a_weak_match_can_be_refused(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

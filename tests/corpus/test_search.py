@@ -20,7 +20,7 @@ from stored_texts import forget
 from stored_texts import put_document as put
 
 from cacheblend_cli.corpus.ranking import query_terms
-from cacheblend_cli.corpus.search import Lookup, damaged_note, look, search
+from cacheblend_cli.corpus.search import Lookup, SearchResult, damaged_note, look, search
 from cacheblend_cli.corpus.search_index import open_index
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.types import SearchParams
@@ -79,6 +79,30 @@ def test_k_bounds_the_hits_and_the_snippet_is_one_line(store: ChunkStore) -> Non
     assert hit.snippet == "She lives in Bergen, and the canteen closes at five."
     assert hit.score > 0
     assert store.resolve(hit.id[:12]) == hit.key
+
+
+def places(result: SearchResult) -> list[str]:
+    return [f"{Path(hit.source).stem}#{hit.index}" for hit in result.hits]
+
+
+def test_a_hit_whose_text_a_better_one_contains_is_left_out_and_another_takes_its_place(store: ChunkStore) -> None:
+    put(store, "/docs/rules.md", "# Rules\n\nBooks are lent for six weeks.\n\n", "Ask the library.\n")
+    put(store, "/docs/library.md", "# The library\n\nBooks are due. Ask  the\nlibrary. It lends cameras, too.\n")
+    put(store, "/docs/office.md", "# Office\n\nThe library is on the third floor, the archive is below.\n")
+    result = search(store, "ask the library about cameras", Lookup(2))
+    assert places(result) == ["library#0", "office#0"]
+    assert result.num_repeated == 1
+    result = search(store, "ask the library about rules", Lookup(3))
+    assert places(result)[:2] == ["rules#1", "library#0"]
+    assert result.num_repeated == 0, "the text of a hit may be in a worse one"
+
+
+def test_words_are_not_part_of_longer_words(store: ChunkStore) -> None:
+    put(store, "/docs/a.md", "# A\n\nGarden parties are held in June, garden tools are in the shed.\n")
+    put(store, "/docs/b.md", "en parties are held in June, garden tools\n")
+    result = search(store, "garden parties in June, tools in the shed", Lookup(5))
+    assert [Path(hit.source).stem for hit in result.hits] == ["a", "b"]
+    assert result.num_repeated == 0
 
 
 def test_the_index_follows_the_store(store: ChunkStore) -> None:

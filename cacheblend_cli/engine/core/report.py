@@ -88,6 +88,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation) -> 
         notes=request.notes,
         weak_match=request.weak_match,
         hits_cut=request.hits_cut,
+        hits_repeated=request.hits_repeated,
         layers=done.result.layers,
         chosen=chosen,
     )

@@ -52,6 +52,7 @@ class Request:
     chunks: tuple[RequestChunk, ...]
     weak_match: bool = False  # even the best chunk of the search matches the question weakly
     hits_cut: int = 0  # see `Answer`
+    hits_repeated: int = 0
     blend: BlendParams = field(default_factory=BlendParams)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: AskOptions = field(default_factory=AskOptions)

@@ -95,6 +95,7 @@ def resolve(
         chunks=tuple(replace(chunk, input=used) for chunk, used in zip(chunks, inputs, strict=True)),
         weak_match=found.weak,
         hits_cut=found.num_cut,
+        hits_repeated=found.num_repeated,
         blend=blend,
         sampling=sampling,
         options=ask.options,

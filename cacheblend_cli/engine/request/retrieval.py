@@ -44,6 +44,7 @@ class Retrieved:
     notes: list[str] = field(default_factory=list)  # messages for users
     weak: bool = False  # even the best chunk matches the question weakly
     num_cut: int = 0  # see `SearchResult`
+    num_repeated: int = 0
 
 
 def retrieve(
@@ -93,7 +94,7 @@ def retrieve(
         notes.append(damaged_note(found.num_damaged))
     if found.weak:
         notes.insert(0, weak_note(store, lookup.scope, collections))
-    return Retrieved(exact, ranks, notes, found.weak, found.num_cut)
+    return Retrieved(exact, ranks, notes, found.weak, found.num_cut, found.num_repeated)
 
 
 def _fitting(
