@@ -118,10 +118,10 @@ def test_records_resume_and_become_figures(
     assert ranking["office", "yes or no"]["difference_1"][0] == pytest.approx(
         ranking["office", "yes or no"]["at_1"] - ranking["office", "search"]["at_1"], abs=1e-3
     )
-    assert [row["score"] for row in results["weak"]][0] == "search"
+    assert next(row["score"] for row in results["weak"]) == "search"
     run("--model", str(model), "--answers", "--set", "office")
     answers = json.loads(out.read_text())["answers"]
-    assert [row["order"] for row in answers][0] == "search"
+    assert next(row["order"] for row in answers) == "search"
     assert len(answers) == 2
     assert all(0 <= row["right_full"] <= 4 for row in answers)
     run("--model", str(model), "--time")
