@@ -46,6 +46,7 @@ _SNIPPET_WORDS, _SNIPPET_LETTERS = 14, 48  # tokens; of scripts without blanks, 
 _SNIPPET_CHARACTERS = 400  # a word can have thousands of characters
 _QUERY_CHARACTERS = 1 << 15
 """Characters of a query to read. A search uses at most 64 terms and 2,048 tokens of them."""
+_COMPARED = 100  # texts
 _SOURCES = "SELECT DISTINCT p.source FROM places AS p WHERE p.context != 'prefix' AND {where}"
 WEAK = "nothing stored matches the question well"
 
@@ -138,10 +139,9 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     page seldom repeat its subject. It goes by words, by meaning or by both, see corpus/ranking.py.
 
     Each passage is found once, even if it is stored for several models or in several documents, and not if a better hit
-    contains its text. Only the text of a
-    document that was stored last is searched. If a document is stored in several contexts, the context of `lookup` is
-    searched, else the first of document, neighbours, sink. With `lookup.expand`, the adjacent chunks follow after the k
-    hits.
+    contains its text. Only the text of a document that was stored last is searched. If a document is stored in several
+    contexts, the context of `lookup` is searched, else the first of document, neighbours, sink. With `lookup.expand`,
+    the adjacent chunks follow after the k hits.
 
     collections: search only these; for a document in several of them, only the first.
     """
@@ -207,7 +207,8 @@ def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator
 
 
 class _Distinct:
-    """Filter rows, best first: leave out and count those whose text is part of a better one's. Blanks do not matter."""
+    """Filter rows, best first: leave out and count those whose text is part of one of the _COMPARED best ones' (more
+    would take a search for all chunks minutes). Blanks do not matter."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db, self.num_repeated = db, 0
@@ -219,9 +220,10 @@ class _Distinct:
             text = f" {' '.join(body.split())} "
             if any(text in other for other in better):
                 self.num_repeated += 1
-            else:
+                continue
+            if len(better) < _COMPARED:
                 better.append(text)
-                yield row
+            yield row
 
 
 class _Counted:

@@ -19,6 +19,7 @@ from cacheblend_store.format.records import document_key
 from stored_texts import forget
 from stored_texts import put_document as put
 
+from cacheblend_cli.corpus import search as search_module
 from cacheblend_cli.corpus.ranking import query_terms
 from cacheblend_cli.corpus.search import Lookup, SearchResult, damaged_note, look, search
 from cacheblend_cli.corpus.search_index import open_index
@@ -85,7 +86,9 @@ def places(result: SearchResult) -> list[str]:
     return [f"{Path(hit.source).stem}#{hit.index}" for hit in result.hits]
 
 
-def test_a_hit_whose_text_a_better_one_contains_is_left_out_and_another_takes_its_place(store: ChunkStore) -> None:
+def test_a_hit_whose_text_a_better_one_contains_is_left_out_and_another_takes_its_place(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(store, "/docs/rules.md", "# Rules\n\nBooks are lent for six weeks.\n\n", "Ask the library.\n")
     put(store, "/docs/library.md", "# The library\n\nBooks are due. Ask  the\nlibrary. It lends cameras, too.\n")
     put(store, "/docs/office.md", "# Office\n\nThe library is on the third floor, the archive is below.\n")
@@ -95,6 +98,8 @@ def test_a_hit_whose_text_a_better_one_contains_is_left_out_and_another_takes_it
     result = search(store, "ask the library about rules", Lookup(3))
     assert places(result)[:2] == ["rules#1", "library#0"]
     assert result.num_repeated == 0, "the text of a hit may be in a worse one"
+    monkeypatch.setattr(search_module, "_COMPARED", 0)
+    assert search(store, "ask the library about cameras", Lookup(9)).num_repeated == 0
 
 
 def test_words_are_not_part_of_longer_words(store: ChunkStore) -> None:
