@@ -117,7 +117,7 @@ class SearchResult(NamedTuple):
 
 
 def left_out_notes(num_cut: int, num_repeated: int) -> Iterator[str]:
-    """Say how many hits were left out, why, and how to get them."""
+    """Say how many hits were left out, and why."""
     for count, why in (
         (num_cut, f"far below the best match (-k {NUM_HITS} takes all)"),
         (num_repeated, "a better one contains the text"),
