@@ -26,7 +26,7 @@ from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
-from cacheblend_cli.kv.forward import FreshKV, LayerStep, Pass, Steps, finish, layer_by_layer, write_kv
+from cacheblend_cli.kv.forward import FreshKV, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer, write_kv
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -80,9 +80,7 @@ class BlendSteps(Steps):
         self._correction: Correction | None = None
         self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
-        self._last_layer = (
-            prompt.decoder.spec.num_kv_layers - 1
-        )  # after the K and V of this layer only output rows go on
+        self._last_layer = last_narrowing(prompt.decoder)  # after its K and V only output rows go on
         self.reports: list[LayerReport] = []
         self.candidates = self._all
         if policy.needs_check_layer:  # else `choose_before` keeps some
@@ -102,6 +100,9 @@ class BlendSteps(Steps):
         if layer.index == 0 and self._policy.layer0_exact and len(self.candidates):
             return LayerStep(kv_rows=self._fresh_index)  # at layer 0, K and V depend on the token alone
         return LayerStep()
+
+    def outputs(self) -> Tensor:
+        return self._outputs()
 
     def fresh(self, fresh: FreshKV) -> None:
         """Correct the old KV of rows dropped by an earlier choice, based on the fresh K and V."""

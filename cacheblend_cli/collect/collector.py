@@ -150,7 +150,8 @@ class Collector:
 
     def _converted(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         collection = self.collection
-        finer = [replace(collection, codec=codec) for codec in FINER.get(collection.codec, ())]
+        codecs = FINER.get(collection.codec, ()) if collection.model.decoder.state_layout is None else ()
+        finer = [replace(collection, codec=codec) for codec in codecs]
         stored = kept_records(self._store).keys()
         finer = [of for of in finer if of.id in stored]  # most stores have one codec
         for planned in chunks if finer else ():
@@ -258,6 +259,7 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
         head_dim=model.spec.head_dim,
         layer_shapes=() if model.spec.shapes is None else tuple((heads, dim) for heads, dim in model.spec.kv_shapes),
         v_head_dim=0 if model.spec.latent is None else model.spec.latent.rank,
+        state=() if model.decoder.state_layout is None else model.decoder.state_layout.stored,
         source=planned.source,
         index=chunk.index,
         span=(chunk.start, chunk.end),

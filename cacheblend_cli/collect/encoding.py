@@ -7,14 +7,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate, groupby, islice
+from typing import TYPE_CHECKING
 
 import torch
-from cacheblend_store.format.blobs import blob_prefix, blob_spec
+from cacheblend_store.format.blobs import TensorSpec, blob_prefix, blob_spec, encode_blob
 from cacheblend_store.format.codecs import check_finite, coded_unchecked, encode_kv
 from torch import Tensor
 
 from cacheblend_cli.collect.prefill import ChunkKV, pack_tokens
 from cacheblend_cli.kv.pool import to_host
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.states import SequenceState
 
 _VALUES = 1 << 23  # of K and V, encoded in one pass: 8 layers of 512 tokens of an 8B, with 150 MB of temporary tensors
 _COPIES = 2  # chunks in pinned memory: one is read while the next is copied
@@ -62,6 +66,7 @@ class EncodedChunk:
 
     def __init__(self, kv: ChunkKV, codec: str) -> None:
         self.key, self.num_tokens = kv.key, kv.k[0].shape[0]
+        self._state = [] if kv.state is None else [encode_state(kv.state)]
         self._encode(kv, codec)
 
     def _encode(self, kv: ChunkKV, codec: str) -> None:
@@ -71,8 +76,8 @@ class EncodedChunk:
         """Queue the copy to the host, after the encoding."""
 
     def blobs(self) -> list[bytes]:
-        """Return one blob per layer. Waits for the copy; call it once. Raises CodecError."""
-        return self._blobs
+        """Return one blob per layer, and that of the state. Waits for the copy; call it once. Raises CodecError."""
+        return self._blobs + self._state
 
 
 class _DeviceChunk(EncodedChunk):
@@ -122,11 +127,20 @@ class _DeviceChunk(EncodedChunk):
         ]
         del self._data
         self._host = None  # its pinned memory is reused for a later chunk
-        return blobs
+        return blobs + self._state
 
     def _excess(self, data: Tensor) -> Tensor:
         """View the excess in the buffer, fp32 [num_layers, 2]."""
         return data[self._end :].view(torch.float32).view(-1, 2)
+
+
+def encode_state(state: SequenceState) -> bytes:
+    """Return the blob of recurrent layers' state, as `records.layer_spec` describes it."""
+    from cacheblend_cli.model.states import StateLayout
+
+    layout = StateLayout.of(state)
+    spec = {str(i): TensorSpec(*tensor) for i, tensor in enumerate(layout.stored)}
+    return encode_blob(spec, dict(zip(spec, layout.to_bytes(state), strict=True)))
 
 
 def _groups(kv: ChunkKV) -> Iterator[slice]:

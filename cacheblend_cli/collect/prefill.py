@@ -10,6 +10,8 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -19,8 +21,11 @@ from torch import Tensor
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
-from cacheblend_cli.kv.rows import Rows, packed_rows
+from cacheblend_cli.kv.rows import Rows, packed_rows, slice_rows
 from cacheblend_cli.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.states import SequenceState
 
 PACK_TOKENS = {"cpu": 512}
 OTHER_PACK_TOKENS = 4096
@@ -51,11 +56,13 @@ class CollectSequence:
 
 @dataclass
 class ChunkKV:
-    """K (before RoPE) and V of one chunk, in the compute dtype: per layer [num_tokens, num_kv_heads, head_dim]."""
+    """K (before RoPE) and V of one chunk, in the compute dtype: per layer [num_tokens, num_kv_heads, head_dim]; and the
+    state of recurrent layers after it."""
 
     key: bytes
     k: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
+    state: SequenceState | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,10 @@ def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSeque
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
-        if len(pack) > 1:
+        if decoder.state_layout is not None:  # states are needed where chunks end
+            for sequence in pack:
+                yield from _collect_alone(decoder, prefix, sequence)
+        elif len(pack) > 1:
             yield from _collect_what_fits(decoder, prefix, pack)
         else:
             yield from _collect_alone(decoder, prefix, pack[0])
@@ -120,6 +130,9 @@ def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence
     """Collect one sequence in pieces of about `pack_tokens` rows, to bound the memory per launch for a long window."""
     try:
         place = _Place(decoder, prefix, [sequence])
+        if decoder.state_layout is not None:
+            yield from place.collect_in_order(sequence)
+            return
         for piece in _pieces(sequence, pack_tokens(decoder.device)):
             yield from place.collect([piece])
     except torch.OutOfMemoryError as error:
@@ -174,8 +187,8 @@ class Places:
         for place in message.gone:
             self._places.pop(place, None)
         shapes = [(len(message.prefix_ids), *heads) for heads in decoder.spec.kv_shapes]
-        kv = ([torch.empty(shape, dtype=decoder.dtype, device=decoder.device) for shape in shapes] for _ in range(2))
-        prefix = PrefixKV(tuple(message.prefix_ids), ChunkKV(b"", *kv))
+        k, v = ([torch.empty(shape, dtype=decoder.dtype, device=decoder.device) for shape in shapes] for _ in range(2))
+        prefix = PrefixKV(tuple(message.prefix_ids), ChunkKV(b"", k, v))
         self._places[message.place] = _Place(decoder, prefix, message.pack)
 
 
@@ -202,15 +215,35 @@ class _Place:
         decoder, pack = self._decoder, self._pack
         lengths = [self._first + len(s.token_ids) for s in pack]
         blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
-        pool = KVPool(decoder.own_spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+        of = decoder.own_spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device
+        self._pool = pool = KVPool(*of, state_layout=decoder.state_layout)
         self._held, self._rope_len = [pool.new_sequence(n) for n in lengths], max(lengths)
         if prefix.token_ids:
             _place_prefix(decoder, pool, self._held, prefix, self._rope_len)
+        if prefix.kv.state is not None and pool.states is not None:
+            for sequence in self._held:
+                pool.states.put(sequence, self._first, prefix.kv.state)
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
         """Prefill tokens start:end of each sequence, after all tokens before. Return the kept KV, in order."""
         with self._ranks.telling(CollectPieces(self._decoder.number, self._number, [*pieces])):
             return self._collect(pieces)
+
+    def collect_in_order(self, sequence: CollectSequence) -> Iterator[ChunkKV]:
+        """Yield the kept KV of a hybrid's only sequence, with states. It is computed in the slices of a prompt
+        (`PromptPlan.in_order`), so that a prompt restores what it would compute, to the bit."""
+        assert self._pool.states is not None
+        rows, [held], last = slice_rows(self._decoder.device), self._held, sequence.kept[-1].end
+        cuts = {0, *(c for k in sequence.kept for c in (k.start, k.end))}
+        cuts |= {at - self._first for at in range(0, self._first + last, rows) if at > self._first}
+        ends, parts = {k.end: k for k in sequence.kept}, list[ChunkKV]()
+        for piece in pairwise(sorted(cuts)):
+            parts += self.collect([piece])
+            if (kept := ends.get(piece[1])) is not None:
+                k = [torch.cat(of) for of in zip(*(p.k for p in parts), strict=True)]
+                v = [torch.cat(of) for of in zip(*(p.v for p in parts), strict=True)]
+                yield ChunkKV(kept.key, k, v, self._pool.states.at(held, self._first + kept.end))
+                parts = []
 
     def _collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
         parts, kept, ids, base = [], list[tuple[bytes, slice]](), list[int](), 0
@@ -218,8 +251,8 @@ class _Place:
             positions = torch.arange(self._first + start, self._first + end, device=self._decoder.device)
             parts.append((held, positions, self._first + end))
             ids += sequence.token_ids[start:end]
-            inside = (k for k in sequence.kept if start <= k.start and k.end <= end)
-            kept += [(k.key, slice(base + k.start - start, base + k.end - start)) for k in inside]
+            inside = (k for k in sequence.kept if start < k.end and k.start < end)
+            kept += [(k.key, slice(base + max(k.start - start, 0), base + min(k.end, end) - start)) for k in inside]
             base += end - start
         rows = packed_rows(self._decoder, parts, self._rope_len)
         keeper = _Keeper(self._decoder, rows, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])

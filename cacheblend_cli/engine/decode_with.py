@@ -45,6 +45,8 @@ def llama_file(config: EngineConfig, model: LoadedModel) -> Path | None:
         reason = "the GGUF file lacks the LoRA adapter", f"merge it into the file, or {off}"
     elif model.decoder.rope.switches_at is not None:
         reason = "the model's RoPE depends on the length of the prompt", off
+    elif model.spec.recurrent:
+        reason = "the states of recurrent layers cannot be handed over", off
     elif model.spec.latent is not None:
         reason = "the model keeps latents (MLA), which it stores in another layout", off
     if reason is not None:

@@ -95,6 +95,10 @@ def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
     return " and ".join(sorted(found)) or collection.codec
 
 
+NO_RATIO = "none: recurrent layers need every token in order, so nothing is blended"
+"""Source of a hybrid's ratio."""
+
+
 def keep_profile(model: LoadedModel, profile: Profile) -> None:
     """Store the profile, replacing an earlier one with the same conditions."""
     path = profile_file(model.fingerprints["float32"])
@@ -137,6 +141,8 @@ def _differing(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
 
 def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[BlendParams, str]:
     """Return the blending by the model's profile (unchanged without a profile), and the source of its ratio."""
+    if collection.model.spec.recurrent:
+        return replace(blend, selector="all"), NO_RATIO
     profile, reason = profile_for(collection.model, conditions(collection, codec, blend))
     return (blend, f"default: {reason}") if profile is None else (profile.applied(blend), f"model: {profile}")
 

@@ -22,6 +22,7 @@ from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.kv.rows import slice_rows
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.model.kv_scales import KVScales
 
 
-SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
-"""Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
 FREE_SHARE = 0.25  # of a CPU's available memory, or of half of all where that is unknown, for a shared pool
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
@@ -194,8 +193,7 @@ class Runtime(Prompts):
     @property
     def slice_rows(self) -> int:
         """Positions of a prefill slice, a multiple of the block size."""
-        rows = SLICE_ROWS if self.decoder.device.type == "cpu" else GPU_SLICE_ROWS
-        return max(rows, self.config.block_size)
+        return max(slice_rows(self.decoder.device), self.config.block_size)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for `doctor`."""

@@ -47,9 +47,12 @@ def check_model(engine: Engine, *, with_transformers: bool) -> ModelCheck:
         pages = [str(page) for page in sorted(handbook_dir().glob("*.md"))[:PAGES]]
         wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.context // 8))
         engine.precompute(store, pages, wanted, lambda event: None)
-        keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
+        in_order = bool(engine.model.spec.recurrent)  # it restores a prompt's beginning, and blends nothing
+        keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=not in_order)][:CHUNKS]
         ids, full = _logits(engine, store, keys, BlendParams(mode="full"))
-        _, blended = _logits(engine, store, keys, BlendParams(ratio=1.0, selector="hkvd"))
+        _, blended = _logits(
+            engine, store, keys, BlendParams() if in_order else BlendParams(ratio=1.0, selector="hkvd")
+        )
     theirs = _transformers(engine, ids) if with_transformers else None
     share = SHARE[engine.model.decoder.dtype]
     return ModelCheck(

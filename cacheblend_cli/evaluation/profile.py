@@ -65,6 +65,10 @@ def measure_profile(
     ask: search parameters and blending, except for the ratio. questions: questions to use instead of general ones. say:
     called with the maximum duration. Raises NotFoundError for too few prompts.
     """
+    if engine.model.spec.recurrent:
+        raise NotFoundError(
+            f"{engine.model.name} needs none: nothing is blended", "its recurrent layers need every token in order"
+        )
     kl_mean, kl_p90 = limits
     asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
     requests = list(usable(engine, asked, len(questions) or PROMPTS))

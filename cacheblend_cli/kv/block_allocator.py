@@ -36,6 +36,7 @@ class BlockAllocator:
         self._refs: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._forget: dict[int, Callable[[int], None]] = {}  # called when a cached block is reused
+        self.on_free: Callable[[int], None] = lambda block: None  # called when a block's contents are given up
 
     @property
     def num_free(self) -> int:
@@ -102,7 +103,7 @@ class BlockAllocator:
                 if block in self._forget:
                     self._cached[block] = None
                 else:
-                    bisect.insort(self._free, block)
+                    self._give_up(block)
 
     def check_integrity(self) -> None:
         """Check that free + cached + used = total, no block is in two places, and none is lost. Raises
@@ -116,6 +117,10 @@ class BlockAllocator:
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
         self._forget.pop(block)(block)
+        self._give_up(block)
+
+    def _give_up(self, block: int) -> None:
+        self.on_free(block)
         bisect.insort(self._free, block)
 
     def _place(self, count: int, after: int | None, headroom: int) -> int:

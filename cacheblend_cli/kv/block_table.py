@@ -19,6 +19,10 @@ class BlockSpace(ABC):
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole blocks of every layer. `source` and `target` are disjoint."""
 
+    def has_state(self, block: int, num_tokens: int) -> bool:
+        """Return whether the block has the recurrent state after the first num_tokens of its sequence."""
+        return False
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

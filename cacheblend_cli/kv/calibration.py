@@ -29,7 +29,8 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     """Compute the scales for this decoder. prefix_ids: the start of every prompt. Takes a prefill of at most SAMPLE
     tokens."""
     ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_context))
-    pool = KVPool(decoder.own_spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device)
+    of = decoder.own_spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device
+    pool = KVPool(*of, state_layout=decoder.state_layout)
     sequence = pool.new_sequence(len(ids))
     positions = torch.arange(len(ids), device=decoder.device)
     rows = rows_of(decoder, sequence, positions, len(ids), len(ids))

@@ -81,6 +81,11 @@ class Connector(Protocol):
 
 def check_exportable(spec: ModelSpec, to: str) -> None:
     """Raise UsageError for a model whose KV no connector can write. to: the receiving engine."""
+    if spec.recurrent:
+        raise UsageError(
+            f"the KV of a {spec.architecture} cannot be handed to {to}: its recurrent layers have states in place of K and V",
+            "let cacheblend decode",
+        )
     if spec.latent is not None:
         raise UsageError(
             f"the KV of a {spec.architecture} cannot be handed to {to}: the layout of latents and position keys (MLA) differs between "

@@ -61,6 +61,11 @@ class Steps:
         """Called when K and V are computed; the pool still holds the old values. Not called in a layer that uses
         another layer's."""
 
+    def outputs(self) -> Tensor | None:
+        """Return the rows [n] int64 whose results are needed, where layers without K and V follow the last one with
+        them; None = all."""
+        return None
+
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         """Called when K and V are in the pool. q: rotated, [num_rows, num_heads, head_dim], of the rows that
         continue."""
@@ -76,10 +81,16 @@ class KVOnly(Steps):
     """Every row at every layer, nothing after the last K and V: collect needs no logits."""
 
     def __init__(self, decoder: Decoder, rows: Rows) -> None:
-        self._last, self._none = decoder.spec.num_kv_layers - 1, rows.positions[:0]
+        self._last, self._none = last_narrowing(decoder), rows.positions[:0]
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         return LayerStep(next_rows=self._none if layer.index == self._last else None)
+
+
+def last_narrowing(decoder: Decoder) -> int:
+    """Return the layer after whose K and V only rows with an output are needed; -1 if layers follow that need them
+    all."""
+    return decoder.spec.num_kv_layers - 1 if decoder.after is None else -1
 
 
 class Activations:
@@ -153,6 +164,9 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
         if layer is not decoder.layers[0]:
             yield num_rows
         step, num_rows = steps.at(layer), len(rows)
+        if layer.before is not None:
+            assert rows.states is not None
+            between.put(layer.before(between.take()[0], rows.states), None)
         if isinstance(runner, LayerRunner) and runner.run(layer, between, rows, step, steps):
             continue
         with decoding(rows.decode):
@@ -161,6 +175,7 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
             q, rows, residual = _project(layer, h, residual, rows, step, steps)
             del h
             if q is None:
+                _close_states(rows)
                 return None
             steps.queries(layer, q, rows)
             if step.stop:
@@ -171,8 +186,19 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
             between.put(*layer.finish(output, residual, rows.token_ids))
             del output, residual
     delta, last = between.take()
+    if decoder.after is not None:
+        assert rows.states is not None
+        delta, kept = decoder.after(delta, rows.states), steps.outputs()
+        delta = last = delta if kept is None else delta[kept]
+    _close_states(rows)
     assert last is not None
     return Hidden(delta, last, rows.decode)
+
+
+def _close_states(rows: Rows) -> None:
+    """Keep the recurrent states after the rows."""
+    if rows.states is not None:
+        rows.states.close()
 
 
 def _project(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,16 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
-from cacheblend_cli.model.generic.measure import is_close, probed_positions, reordered, turned_as_ours
-from cacheblend_cli.model.generic.parts import LayerCall
+from cacheblend_cli.model.generic.measure import (
+    is_close,
+    layers_with_kv,
+    probed_positions,
+    reordered,
+    turned_as_ours,
+)
+from cacheblend_cli.model.generic.parts import GenericModule, LayerCall
+from cacheblend_cli.model.generic.recurrent import RecurrentLayers
+from cacheblend_cli.model.states import LaunchStates, SequenceState
 
 FORMAT = 1  # version of the check: increase it when the check covers more
 PASSED = "passed"
@@ -74,7 +83,9 @@ def check_generic(decoder: GenericDecoder) -> None:
     spread, shift = probed_positions(decoder.spec, device), min(decoder.spec.max_context - count, FAR)
     near, far = (parts.calls(embedded.float(), positions + by, "eager") for by in (0, shift))
     turns = parts.calls(embedded[:1].float().expand(len(spread), -1), spread)
-    for index, layer in enumerate(decoder.generic_layers):
+    for index, module in decoder.recurrent_modules:
+        _check_recurrent(decoder, module.in_float32(near[index]), came[index].float(), near[index], index)
+    for index, layer in zip(layers_with_kv(decoder.spec), decoder.generic_layers, strict=True):
         exact, rows = layer.in_float32(near[index]), came[index].float()
         _check_layer(decoder, exact, rows, near[index], 0)
         _check_layer(decoder, exact, rows, far[index], shift)
@@ -128,12 +139,26 @@ def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
     _demand(decoder, same, f"a row of layer {layer.index} depends on the rows beside it")
 
 
+def _check_recurrent(decoder: GenericDecoder, module: GenericModule, came: Tensor, call: LayerCall, index: int) -> None:
+    """Compare a layer without K and V, whose rows come in slices and one by one."""
+    theirs, ours = module.whole(came, call), list[Tensor]()
+    layer, state = RecurrentLayers(0, [module]), cast(SequenceState, ({},))
+    for part in came.split([len(came) // 2, 1, len(came) - len(came) // 2 - 1]):
+        states = LaunchStates([len(part)], [state], decode=len(part) == 1)
+        ours.append(layer(part, states))
+        [state] = states.final()
+    same = _is_same(torch.cat(ours), theirs, came)
+    _demand(
+        decoder, same, f"layer {index}, which is not attention, differs from transformers' if its rows come in slices"
+    )
+
+
 def _check_turns(
     decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: LayerCall, positions: Tensor
 ) -> None:
     """Refuse the model unless its RoPE rotates q and k at far positions as ours does."""
     h = came[torch.arange(len(positions), device=came.device) % len(came)]
-    plain, turned = layer.module.project(h), layer.module.project(h, call["position_embeddings"])
+    plain, turned = layer.module.project(h), layer.module.project(h, call.get("position_embeddings"))
     ours = turned_as_ours(decoder.spec, layer.index, plain, positions)
     theirs = (reordered(decoder.spec, x) for x in (turned.q, turned.k))
     right = all(is_close(a, b, SHARE) for a, b in zip(ours, theirs, strict=True))

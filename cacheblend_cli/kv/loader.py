@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from cacheblend_kernels import StoredKV
@@ -32,7 +32,10 @@ from cacheblend_cli.kv.stored_prompt import (
 )
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.prompt.plan import PromptPlan, Segment
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.states import SequenceState
 
 Copy = Callable[[int, memoryview], None]  # see `ChunkReader.copies`
 
@@ -260,6 +263,22 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
     agree(decoder, plan, missing)
     assert stored is not None
     return StoredLoader(stored, transfer_to(decoder.device))
+
+
+def stored_state(decoder: Decoder, source: KVSource | None, segment: Segment) -> SequenceState:
+    """Return the recurrent state after a stored segment. Raises BadChunk."""
+    assert decoder.state_layout is not None
+    assert segment.key is not None
+    try:
+        if source is None:
+            raise StoreError("the store cannot be read")
+        with source.read() as reader:
+            manifest = reader.manifest(segment.key)
+            if manifest is None or manifest.state != decoder.state_layout.stored:
+                raise StoreError("it has no state of this model's recurrent layers in this dtype")
+            return decoder.state_layout.from_bytes(reader.state_of(manifest), decoder.device)
+    except StoreError as error:
+        raise BadChunk(segment.key, error.message) from error
 
 
 def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_kernels import LayerCache
@@ -14,6 +15,10 @@ from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.states import BlockStates
+    from cacheblend_cli.model.states import StateLayout
 
 
 class KVPool(BlockSpace):
@@ -32,6 +37,7 @@ class KVPool(BlockSpace):
         dtype: torch.dtype,
         device: torch.device,
         scales: KVScales | None = None,
+        state_layout: StateLayout | None = None,
     ) -> None:
         dtype = dtype if scales is None else torch.float8_e4m3fn
         self.block_size, self.device = block_size, device
@@ -48,12 +54,18 @@ class KVPool(BlockSpace):
         self._own = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
         self.layers = [self._own[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
         self.allocator = BlockAllocator(num_blocks)
+        self.states: BlockStates | None = None  # of a hybrid's recurrent layers
+        if state_layout is not None:
+            from cacheblend_cli.kv.states import BlockStates
+
+            self.states = BlockStates(block_size, state_layout, self.allocator)
         self.layer_graphs: object = None  # `forward.LayerRunner` of prefills over this pool, or None
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
         """Create a pool for answering, in the decoder's dtype, or float8 if the decoder has KV scales."""
-        return cls(decoder.own_spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
+        of = decoder.own_spec, num_blocks, block_size, decoder.dtype, decoder.device
+        return cls(*of, decoder.kv_scales, decoder.state_layout)
 
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]. A slice of an fp32
@@ -86,6 +98,8 @@ class KVPool(BlockSpace):
         src, dst = upload(source, self.device), upload(target, self.device)
         for held in self.raw:
             held.index_copy_(0, dst, held.index_select(0, src))
+        if self.states is not None:
+            self.states.copy(source, target)
 
     def swap_out(self, blocks: Sequence[int]) -> list[Tensor]:
         """Return copies of the blocks on the host: K and V of every layer, each [num_blocks, block_size, num_kv_heads,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_kernels import AttentionMetadata, Slots
@@ -17,8 +18,18 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.rope import CosSin, rows_of_tables
 from cacheblend_cli.prompt.plan import Segment
 
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.states import OpenStates
+
 LEAST_KV_BUCKET = 1024
 """Positions of the smallest bucket of contexts of CUDA graphs."""
+SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
+"""Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
+
+
+def slice_rows(device: torch.device) -> int:
+    """Return the positions of a prefill per step on the device."""
+    return SLICE_ROWS if device.type == "cpu" else GPU_SLICE_ROWS
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class Rows:
     attention: AttentionMetadata  # batch metadata for attention kernels
     decode: bool = False  # one row per sequence, after all its tokens
     token_ids: Tensor | None = None  # [num_rows] int64, set in a pass
+    states: OpenStates | None = None  # of a hybrid: the rows of each sequence follow each other and end at its kv_len
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
@@ -80,7 +92,10 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
         max_kv_len=max(n for _, _, n in parts),
         contiguous_slots=tuple(s.contiguous_slot for s, _, _ in parts),
     )
-    return Rows(parts[0][0].pool, positions, slots, decoder.rope.cos_sin(positions, rope_len), meta)
+    states = [(s, kv_len - count, count) for (s, _, kv_len), count in zip(parts, counts, strict=True)]
+    return Rows(
+        parts[0][0].pool, positions, slots, decoder.rope.cos_sin(positions, rope_len), meta, states=_opened(states)
+    )
 
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:
@@ -103,7 +118,14 @@ def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Seq
         contiguous_slots=tuple(s.contiguous_slot for s in sequences),
     )
     rotations = decoder.rope.cos_sin(positions, max_kv_len)
-    return Rows(sequences[0].pool, positions, slot_mapping, rotations, attention, decode=True)
+    states = _opened([(s, n, 1) for s, n in zip(sequences, kv_lens, strict=True)], decode=True)
+    return Rows(sequences[0].pool, positions, slot_mapping, rotations, attention, decode=True, states=states)
+
+
+def _opened(parts: Sequence[tuple[PagedSequence, int, int]], decode: bool = False) -> OpenStates | None:
+    """Return the recurrent states of a launch. parts: see `BlockStates.launch`."""
+    held = parts[0][0].pool.states
+    return None if held is None else held.launch(parts, decode)
 
 
 def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:

@@ -31,6 +31,10 @@ class ChunkReader(Protocol):
         once."""
         ...
 
+    def state_of(self, manifest: ChunkManifest, /) -> list[memoryview]:
+        """Return the data of each tensor of the state that recurrent layers have after the chunk."""
+        ...
+
 
 class KVSource(Protocol):
     """A source of stored KV. `ChunkStore` is one."""

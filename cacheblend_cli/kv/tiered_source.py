@@ -162,7 +162,7 @@ class TieredSource:
             wanted = chunk.manifest
             tier = self._tier.tier
             head = tier.head(tier.name(wanted.collection, wanted.key), self._data(chunk, 0))
-            fields = ("token_ids", "left_context_ids", "model", "codec", "num_layers", "shapes")
+            fields = ("token_ids", "left_context_ids", "model", "codec", "num_layers", "shapes", "state")
             if head.num_bytes != chunk.layout.head_bytes or any(
                 getattr(head.manifest, name) != getattr(wanted, name) for name in fields
             ):
@@ -208,6 +208,14 @@ class _TieredReader:
                 self._copy(manifest, layer, {name: buffer[start:end] for name, (start, end) in at.items()})
 
         return copy
+
+    def state_of(self, manifest: ChunkManifest) -> list[memoryview]:
+        if not self._source.is_expected(manifest):
+            return self._reader.state_of(manifest)
+        spec = layer_spec(manifest, manifest.num_layers)
+        parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in spec.items()}
+        self._copy(manifest, manifest.num_layers, parts)
+        return list(parts.values())
 
     def _copy(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         blob = memoryview(self._source.layer(manifest.key, layer))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads
 from torch import Tensor
@@ -19,6 +21,9 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.token_input import TokenInput, TokenInputs
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import Weights
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.states import Recurrence, StateLayout
 
 
 def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,6 +46,7 @@ class DecoderLayer:
     """
 
     _latent: Latent | None = None
+    before: Recurrence | None = None  # layers without K and V that come before this one
 
     def __init__(self, index: int, weights: ModuleWeights, rope: int, part: Shard) -> None:
         spec, weights = weights.spec, weights.layer(index)
@@ -196,6 +202,8 @@ class Decoder:
     steady = True
     steady_rows = STEADY_ROWS
     number = 0  # identifies the model in messages to other ranks
+    state_layout: StateLayout | None = None  # of a hybrid's recurrent layers
+    after: Recurrence | None = None  # layers without K and V after the last one with them
 
     def __init__(
         self,

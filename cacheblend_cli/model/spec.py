@@ -177,6 +177,9 @@ class ModelSpec:
 
     # transformers' own layers (`generic`): fields that describe the computation are unused
     generic: bool = False
+    # Hybrids: numbers of layers with a recurrent state before each of the layers, all of which have K and V, and after
+    # the last (`generic.recurrent`). Empty for other models.
+    recurrent: tuple[int, ...] = ()
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """Return the RoPE parameters of a layer, None if it has no RoPE."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import KeyParts, chunk_key, collection_id
-from cacheblend_store.format.blobs import BlobSpec, blob_size, blob_spec
+from cacheblend_store.format.blobs import BlobSpec, TensorSpec, blob_size, blob_spec
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.spec import ModelSpec
@@ -39,9 +39,11 @@ def salt_digest(salt: str) -> str:
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest() if salt else ""
 
 
-def codec_of(kv_dtype: str, dtype: torch.dtype) -> str:
-    """Return the codec for a --kv-dtype setting. dtype: dtype of the model."""
-    name = DEFAULT_CODEC if kv_dtype == "auto" else kv_dtype
+def codec_of(kv_dtype: str, dtype: torch.dtype, spec: ModelSpec) -> str:
+    """Return the codec for a --kv-dtype setting. dtype: dtype of the model. A hybrid's KV is exact by default: it is
+    small beside the states, and then an answer is that of a full prefill to the bit."""
+    default = EXACT if spec.recurrent else DEFAULT_CODEC
+    name = default if kv_dtype == "auto" else kv_dtype
     return dtype_name(dtype) if name == EXACT else name
 
 
@@ -50,7 +52,7 @@ def kv_facts(spec: ModelSpec, kv_dtype: str, dtype: torch.dtype, memory_bytes: f
 
     kv_dtype: the setting. dtype: dtype of the model. memory_bytes: bytes of a token while a question is answered.
     """
-    codec = codec_of(kv_dtype, dtype)
+    codec = codec_of(kv_dtype, dtype, spec)
     sizes = (t.num_bytes for heads in spec.kv_shapes for t in blob_spec(codec, _CHUNK, *heads).values())
     return {
         "kv_bytes_per_token": round(sum(sizes) / _CHUNK),
@@ -71,7 +73,7 @@ class Collection:
 
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
-        return cls(model, template, codec_of(kv_dtype, model.decoder.dtype), salt)
+        return cls(model, template, codec_of(kv_dtype, model.decoder.dtype, model.spec), salt)
 
     def in_codec(self, kv_dtype: str) -> Collection:
         """Return the collection in another codec."""
@@ -127,6 +129,8 @@ class Collection:
         because chunks of one window are collected together.
         """
         rope, limit = self.model.decoder.rope, self.model.spec.max_context
+        if self.model.spec.recurrent:  # a state is right only behind the whole document so far
+            wanted = limit
         if rope.switches_at is not None:
             limit = min(limit, rope.switches_at)
         return min(wanted, limit - len(self.prefix_ids))
@@ -143,7 +147,7 @@ class Collection:
     @property
     def prefix_bytes(self) -> int:
         """Blob bytes of the prefix."""
-        return sum(map(blob_size, self._layers(len(self.prefix_ids), self.prefix_codec)))
+        return sum(map(blob_size, self._layers(len(self.prefix_ids), self.prefix_codec))) + sum(self._state_bytes)
 
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
         """Return the KV bytes of a chunk. codec: "" for this collection's."""
@@ -154,8 +158,15 @@ class Collection:
         return sum(self.blob_sizes(num_tokens))
 
     def blob_sizes(self, num_tokens: int) -> list[int]:
-        """Return the bytes of each blob of a chunk, one per layer."""
-        return list(map(blob_size, self._layers(num_tokens)))
+        """Return the bytes of each blob of a chunk: one per layer, and one with a hybrid's state."""
+        return [*map(blob_size, self._layers(num_tokens)), *self._state_bytes]
+
+    @cached_property
+    def _state_bytes(self) -> list[int]:
+        layout = self.model.decoder.state_layout
+        if layout is None:
+            return []
+        return [blob_size({str(i): TensorSpec(*tensor) for i, tensor in enumerate(layout.stored)})]
 
     def _layers(self, num_tokens: int, codec: str = "") -> list[BlobSpec]:
         return [blob_spec(codec or self.codec, num_tokens, *heads) for heads in self.model.spec.kv_shapes]

@@ -22,6 +22,7 @@ class ChunkInput:
     same_regime: bool = True  # it was collected with the RoPE frequencies of this prompt
     codec: str = ""  # of the stored KV; "": the codec of the prompt
     computed_in: str = ""  # dtype in which the KV was computed; "": the dtype of the model
+    has_state: bool = False  # its record has the state of recurrent layers after it
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class PromptPlan:
     """Segments of a prompt, in order."""
 
     segments: tuple[Segment, ...]
+    # Of a hybrid: every token is computed with the state after the one before it, so that stored KV is used only at the
+    # beginning, and slices end where segments end, as they do when chunks are collected.
+    in_order: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -89,13 +93,23 @@ class PromptPlan:
         """Position of the first blended token: KV before it equals that of a full prefill."""
         return next((s.start for s in self.segments if s.status == "blended"), self.num_tokens)
 
+    @property
+    def num_prefix_cached(self) -> int:
+        """Number of leading tokens that are already in the pool."""
+        return next(s.start for s in self.segments if s.status != "prefix_cached")  # the suffix at the latest
+
+    @property
+    def stored_until(self) -> int:
+        """End of the last segment whose KV comes from the store."""
+        return max((s.end for s in self.segments if s.cached and s.token_ids), default=0)
+
     def filled_until(self, position: int) -> PromptPlan:
         """Return the plan with the computed segments before a position marked as already in the pool."""
         parts = (
             replace(s, status="prefix_cached") if s.status == "computed" and s.end <= position else s
             for s in self.segments
         )
-        return PromptPlan(tuple(parts))
+        return replace(self, segments=tuple(parts))
 
     def cut_for(self, num_tokens: int) -> int:
         """Return how many of the first num_tokens can come from the prefix cache.
@@ -115,7 +129,18 @@ class PromptPlan:
                 parts.append(replace(s, token_ids=s.token_ids[:own], status="prefix_cached"))
             if own < len(s.token_ids) or not s.token_ids:
                 parts.append(replace(s, start=s.start + own, token_ids=s.token_ids[own:]))
-        return PromptPlan(tuple(parts))
+        return replace(self, segments=tuple(parts))
+
+    def from_states(self, with_state: Sequence[bool]) -> PromptPlan:
+        """Return the plan of a hybrid: up to the last exact segment with a state, KV is restored, the rest is computed.
+        with_state: by segment."""
+        last = -1
+        for i, (s, has) in enumerate(zip(self.segments, with_state, strict=True)):
+            if s.status != "exact":
+                break
+            last = i if has else last
+        parts = (s if i <= last else replace(s, status="computed", codec="") for i, s in enumerate(self.segments))
+        return PromptPlan(tuple(parts), in_order=True)
 
 
 def plan_prompt(
@@ -125,6 +150,7 @@ def plan_prompt(
     *,
     prefix_key: bytes | None = None,
     reuse: bool = True,
+    in_order: bool = False,
 ) -> PromptPlan:
     """Lay out prefix, chunks and suffix, and determine the status of each.
 
@@ -132,6 +158,7 @@ def plan_prompt(
     correct KV. A missing chunk does not end the exact span, because its KV is computed in its true context.
 
     prefix_key: key of the prefix's stored KV, None if it is not stored. reuse: False to use nothing from the store.
+    in_order: see `PromptPlan`.
     """
     prefix_cached = reuse and prefix_key is not None
     segments: list[Segment] = []
@@ -153,4 +180,7 @@ def plan_prompt(
         position += len(chunk.token_ids)
         behind.extend(chunk.token_ids)
     segments.append(Segment("suffix", position, tuple(suffix_ids), "computed"))
-    return PromptPlan(tuple(segments))
+    plan = PromptPlan(tuple(segments))
+    if not in_order:
+        return plan
+    return plan.from_states([*([True] if prefix_ids else []), *(c.has_state for c in chunks), False])

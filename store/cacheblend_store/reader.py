@@ -62,6 +62,10 @@ class StoreReader:
         self.copy_layer(manifest, layer, parts)
         return parts
 
+    def state_of(self, manifest: ChunkManifest) -> list[memoryview]:
+        """Return the data of each tensor of the chunk's state. Raises BadBlob like `layer`."""
+        return list(self.layer(manifest, manifest.num_layers).values())
+
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of a layer's blob to `targets`, buffers of exactly their sizes. Raises BadBlob like `layer`.
         The digest is computed over the copy, with one read and one digest update per tensor, without the GIL."""

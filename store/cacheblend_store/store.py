@@ -175,7 +175,7 @@ class ChunkStore:
             manifest = reader.manifest(key)
             if manifest is None or not manifest.has_kv:
                 return None
-            return manifest, [reader.blob(manifest, layer) for layer in range(manifest.num_layers)]
+            return manifest, [reader.blob(manifest, layer) for layer in range(manifest.num_blobs)]
 
     def has_chunk(self, key: bytes) -> bool:
         """Return whether the chunk is stored undamaged, with or without KV."""

@@ -338,6 +338,6 @@ class StoreWriter:
 
 def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
     """Return the manifest with the sizes and digests of its blobs."""
-    assert len(blobs) == manifest.num_layers
+    assert len(blobs) == manifest.num_blobs
     digests = tuple(records.blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
     return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)

@@ -384,9 +384,9 @@ def fault(name: str, told: str, config: Any = None, **edit: Any) -> HubModel:
 
 REFUSED = [
     *(fault(kind, f"model_type '{kind}' is not read: {why}", model_type=kind, architectures=None) for kind, why in (
-        ("qwen3_next", "some of its layers are recurrent"), ("lfm2", "some of its layers are recurrent"),
-        ("falcon_h1", "some of its layers are recurrent"), ("nemotron_h", "some of its layers are recurrent"),
-        ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
+        ("jamba", "some of its layers are recurrent"), ("lfm2_vl", "some of its layers are recurrent"),
+        ("falcon_h1", "some of its layers are recurrent"), ("mamba2", "some of its layers are recurrent"),
+        ("kimi_linear", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
         ("gemma4_assistant", "it is a drafter"),
         *((kind, "ALiBi (a bias by distance in place of RoPE)") for kind in ("bloom", "mpt", "falcon")),

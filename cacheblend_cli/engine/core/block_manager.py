@@ -63,9 +63,17 @@ class BlockManager:
         size, rows = self.space.block_size, origin.slice_rows
         blocks = self._prefix_cache.find(plan.token_ids, origin)
         num_tokens = min(len(blocks) * size, plan.num_tokens - 1 if limit is None else limit) // rows * rows
-        while num_tokens and plan.cut_for(num_tokens) != num_tokens:  # it ends within a chunk that is loaded as a whole
+        while num_tokens and not self._continues(plan, blocks, num_tokens):
             num_tokens -= rows
         return PrefixHit(tuple(blocks[: num_tokens // size]), num_tokens)
+
+    def _continues(self, plan: PromptPlan, blocks: list[int], num_tokens: int) -> bool:
+        """Return whether a prompt can go on after these leading tokens: not within a chunk, which is loaded as a whole,
+        and of a hybrid only with the state there."""
+        if plan.cut_for(num_tokens) != num_tokens:
+            return False
+        needs_state = plan.in_order and plan.stored_until <= num_tokens
+        return not needs_state or self.space.has_state(blocks[num_tokens // self.space.block_size - 1], num_tokens)
 
     def taken(self, num_tokens: int, hit: PrefixHit) -> int:
         """Return how many free blocks a prompt takes: its new blocks, plus blocks of the hit that no sequence holds."""

@@ -184,6 +184,8 @@ def provenance_of(state: RequestState, slice_rows: int) -> KVProvenance:
         stored = [
             (s.start, s.end, s.key, s.codec) for s in plan.segments if s.cached and s.start < end and s.end > start
         ]
+        if plan.in_order:  # slices end where segments do
+            stored += [(s.start, s.start, None, "") for s in plan.segments if start < s.start < end]
         slices.append(hashlib.blake2b(repr((slice_rows, stored)).encode(), digest_size=16).digest())
     root = hashlib.blake2b(request.collection.salt.encode(), digest_size=16).digest()
     return KVProvenance(root, tuple(slices), slice_rows)

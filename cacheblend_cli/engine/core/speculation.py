@@ -133,10 +133,16 @@ class Speculation:
     def of(cls, runtime: Runtime, elsewhere: bool = False) -> Speculation | None:
         """Return the speculation that the settings ask for, None for none. By default there is none on a GPU, which
         computes a step before the last token is known, and none with another decoder (elsewhere), whose rows depend on
-        their number: answers would depend on the times of steps. A model whose own rows do has none."""
+        their number: answers would depend on the times of steps. A model whose own rows do has none, nor has a hybrid,
+        whose state after a wrong proposal cannot be taken back."""
         asked, decoder = runtime.config.speculate, runtime.decoder
         on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling and not elsewhere
-        if not decoder.steady or asked == "off" or not (on_cpu or isinstance(asked, int)):
+        if (
+            not decoder.steady
+            or decoder.state_layout is not None
+            or asked == "off"
+            or not (on_cpu or isinstance(asked, int))
+        ):
             return None
         return cls(runtime, asked if isinstance(asked, int) else None)
 

@@ -149,6 +149,7 @@ def _as_input(
             same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
             codec=manifest.codec,
             computed_in=own.computed_in,
+            has_state=bool(manifest.state) and manifest.has_kv and not own.computed_in,
         )
         return (chunk if chunk.cached else to_compute(chunk, collection)), manifest
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))

@@ -91,6 +91,7 @@ class Request:
             self.suffix_ids,
             prefix_key=self.collection.prefix_key if self.prefix_cached and short else None,
             reuse=self.blend.mode != "full",
+            in_order=bool(self.collection.model.spec.recurrent),
         )
 
     def without(self, key: bytes, reason: str) -> Request:

@@ -13,7 +13,7 @@ from cacheblend_store.format.codecs import is_lossless
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.events import Say
-from cacheblend_cli.engine.profile import with_own_ratio
+from cacheblend_cli.engine.profile import NO_RATIO, with_own_ratio
 from cacheblend_cli.engine.request.chunks import ChunkRecords, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -64,7 +64,12 @@ def resolve(
         if (damage := stored.damage(collection.prefix_key)) is not None:
             notes.append(not_used(collection.prefix_key, damage.message))
     inputs = [chunk.input for chunk in chunks]
-    ask, ratio_from = with_own_ratio(collection, inputs, ask, notes)
+    if in_order := bool(prompts.model.spec.recurrent):
+        from cacheblend_cli.engine.request import hybrids
+
+        ask, ratio_from = hybrids.exact_only(ask, prompts.model.name), NO_RATIO
+    else:
+        ask, ratio_from = with_own_ratio(collection, inputs, ask, notes)
     blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
     if suffix_ids is None:
         suffix_ids = collection.template.suffix_ids(ask.question, ask.history)
@@ -87,7 +92,7 @@ def resolve(
     notes += model_notes(prompts.model, sampling)
     lossless = not converted and all(is_lossless(codec, prompts.model.decoder.dtype) for codec in codecs)
     policy_of(ask.blend, prompts.model.spec.num_kv_layers, lossless)  # raises for settings that the model lacks
-    return Request(
+    request = Request(
         question=ask.question,
         collection=collection,
         store=store,
@@ -106,6 +111,9 @@ def resolve(
         tiered=tiered,
         ratio_from=ratio_from,
     )
+    if in_order and (note := hybrids.check_reuse(request)) is not None:
+        notes.append(note)
+    return request
 
 
 def _planned(

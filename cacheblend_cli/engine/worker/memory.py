@@ -114,7 +114,7 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     """Launch every kernel that a question may launch, so that the first question compiles nothing: attention of all
     sizes, and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
     *chunks, suffix = WARM_UP
-    codec = codec_of(codec, decoder.dtype)
+    codec = codec_of(codec, decoder.dtype, decoder.spec)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
     sequence = pool.new_sequence(plan.num_tokens)

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.engine.worker.device_time import DeviceTime, Mark, mark
-from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, Steps, finish, layer_by_layer
-from cacheblend_cli.kv.loader import KVLoader, agree, make_loader
+from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer
+from cacheblend_cli.kv.loader import KVLoader, agree, make_loader, stored_state
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import packed_rows
 from cacheblend_cli.kv.source import KVSource
@@ -32,6 +33,9 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.states import BlockStates
 
 SHORT_ROWS = 16
 """Minimum rows of a slice whose products do not depend on further rows, with any layout of the weights: measured for 16
@@ -55,6 +59,8 @@ def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None
     until = plan.exact_until
     fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
     cuts, slices = [*range(0, until, slice_rows), until], list[Slice]()
+    if plan.in_order:
+        cuts = sorted({*cuts, *(s.start for s in plan.segments if s.start < until)})
     if outputs_from:
         cuts = sorted({*cuts, min(outputs_from + 1, until)})
     for start, end in pairwise(cuts):
@@ -83,6 +89,9 @@ class _SliceSteps(Steps):
             for loader in self._loaders:
                 loader.wait(layer.index)
         return LayerStep(next_rows=self._outputs if layer.index == self._last else None)
+
+    def outputs(self) -> Tensor:
+        return self._outputs
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ class PrefillState:
         on_logits: Callable[[Tensor], None] = lambda logits: None,
     ) -> None:
         self._decoder, self._sequence, self._given, self._on_logits = decoder, sequence, given, on_logits
-        self._plan = given.plan
+        self._plan, self._source = given.plan, source
         tile = row_tile_of(decoder.device)
         self._policy = policy_of(given.blend, decoder.spec.num_kv_layers, given.lossless, tile)
         self._loader = make_loader(decoder, source, sequence, self._plan)
@@ -133,7 +142,18 @@ class PrefillState:
 
     def __enter__(self) -> PrefillState:
         self._loader.__enter__()
+        if self._sequence.pool.states is not None:
+            self._open_state(self._sequence.pool.states)
         return self
+
+    def _open_state(self, states: BlockStates) -> None:
+        """Put the recurrent state from the store where the computed tokens begin. Raises BadChunk."""
+        stored, first = [s for s in self._plan.segments if s.cached and s.token_ids], self._plan.num_prefix_cached
+        if stored:
+            state = stored_state(self._decoder, self._source, stored[-1])
+            states.put(self._sequence, stored[-1].end, state)
+        elif first:
+            states.pin(self._sequence, first)
 
     def __exit__(self, *exc: object) -> None:
         if self._blending is not None:
@@ -199,8 +219,7 @@ class PrefillState:
     def _output(self, result: PrefillResult | None, start: Mark, done: int) -> PrefillOutput:
         """done: slices that are computed."""
         self._time = self._time.plus(start, mark(self._decoder.device))
-        cached = next(s.start for s in self._plan.segments if s.status != "prefix_cached")  # the suffix at the latest
-        num_filled = self._slices[done - 1].end if done else cached
+        num_filled = self._slices[done - 1].end if done else self._plan.num_prefix_cached
         return PrefillOutput(num_filled, self._loader, self._time, result)
 
 
@@ -218,7 +237,7 @@ def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
         ends.append(len(output_rows))
         ids += [token_ids[p] for p in positions]
     rows = packed_rows(decoder, parts, max(prompt._plan.num_tokens for prompt in prompts))
-    steps = _SliceSteps([p._loader for p in prompts], decoder.spec.num_kv_layers - 1, upload(output_rows, device))
+    steps = _SliceSteps([p._loader for p in prompts], last_narrowing(decoder), upload(output_rows, device))
     hidden = finish(layer_by_layer(decoder, rows, upload(ids, device), steps))
     for prompt in prompts:
         agree(decoder, prompt._plan, prompt._loader.bad)

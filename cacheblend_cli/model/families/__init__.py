@@ -97,7 +97,6 @@ def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
     if config.get("text_config") is not None:
         refuse_what_is_not_implemented(config, wrapper)
     inner = wrapper.text_config(config)
-    family_of(inner)
     spec = spec_from_config(inner)
     return replace(spec, architecture=wrapper.architectures[0], other_parts=spec.other_parts + EYES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,11 @@ from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
 """Parts of field names of models whose layers compute differently for long prompts."""
+HYBRIDS = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "olmo_hybrid", "lfm2", "lfm2_moe",
+)  # fmt: skip
+"""Models some of whose layers keep a recurrent state in place of K and V."""
+ATTENTION = ("full_attention", "sliding_attention", "attention")  # kinds of layers with K and V
 LAYER_COUNT = re.compile(r"(n|num)(_\w+)?_layers?|(decoder|encoder)_layers")
 SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_model")
 
@@ -39,7 +45,7 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     _check_sizes(config)
     try:
         with quiet():
-            read = CONFIG_MAPPING[model_type].from_dict(config)
+            read = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(config), object_hook=_float))
             values = read.to_dict()
     except (TypeError, ValueError, AttributeError, LookupError, StrictDataclassError) as error:
         detail = " ".join(str(error).split())
@@ -55,9 +61,14 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     choosing = [n for n, v in values.items() if v and any(part in n for part in CHOOSING)]
     if choosing:
         raise not_generic(model_type, f"its layers choose which keys they see ({choosing[0]} in its config)")
-    if not getattr(transformers, architecture)._supports_attention_backend:
+    if model_type not in HYBRIDS and not getattr(transformers, architecture)._supports_attention_backend:
         raise not_generic(model_type, "its attention does not go through AttentionInterface")
     return _spec(model_type, architecture, read, config)
+
+
+def _float(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, such as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
@@ -77,6 +88,8 @@ def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any])
     if odd:
         raise not_generic(model_type, f"{odd[0]} in its config is missing or not a number of 1 or more")
     heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
+    recurrent = _recurrent(model_type, read)
+    layers -= sum(recurrent)
     head_dim = getattr(read, "head_dim", None) or sizes["hidden_size"] // heads
     rope, local = _ropes(model_type, read, sizes["max_position_embeddings"], head_dim)
     width = getattr(read, "intermediate_size", None)
@@ -102,12 +115,28 @@ def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any])
         local_rope=local,
         config=config,
         generic=True,
+        recurrent=recurrent,
     )
+
+
+def _recurrent(model_type: str, read: Any) -> tuple[int, ...]:
+    """Return `ModelSpec.recurrent`."""
+    if model_type not in HYBRIDS:
+        return ()
+    kinds = [str(kind) for kind in getattr(read, "layer_types", None) or ()]
+    with_kv = [i for i, kind in enumerate(kinds) if kind in ATTENTION]
+    if not with_kv or len(kinds) != read.num_hidden_layers:
+        raise not_generic(model_type, "none of its layers has K and V")
+    starts, ends = [0, *(i + 1 for i in with_kv)], [*with_kv, len(kinds)]
+    counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return counts if any(counts) else ()
 
 
 def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return RoPE's parameters, and those of layers with a window if they differ."""
     given = getattr(read, "rope_parameters", None)
+    if given is None and model_type in HYBRIDS:  # its layers with attention have no RoPE
+        given = {"rope_type": "default", "rope_theta": 10000.0}
     if not isinstance(given, dict) or not given:
         raise not_generic(model_type, "its config has no rope_parameters")
     by_kind = [given[kind] for kind in KINDS if kind in given]

@@ -29,9 +29,8 @@ LATENT = "it keeps K and V as a latent vector (MLA) in a form that is not implem
 
 _TYPES = {
     RECURRENT: """
-        qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text lfm2 lfm2_moe lfm2_vl falcon_h1 nemotron_h
-        granitemoehybrid bamba jamba mamba mamba2 falcon_mamba zamba zamba2 rwkv recurrent_gemma minimax kimi_linear xlstm
-        olmo_hybrid bailing_hybrid
+        lfm2_vl falcon_h1 jamba mamba mamba2 falcon_mamba zamba zamba2 rwkv recurrent_gemma minimax kimi_linear xlstm
+        bailing_hybrid
     """,
     LEARNED: "gpt2 opt gpt_bigcode gpt_neo openai-gpt xglm biogpt ctrl",
     ENCODER: """

@@ -53,6 +53,8 @@ WRAPPERS = {
         Wrapper("qwen2_vl", ("Qwen2VLForConditionalGeneration",), "qwen2_vl_text", flat=True),
         Wrapper("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", flat=True),
         Wrapper("qwen3_vl", ("Qwen3VLForConditionalGeneration",), "qwen3_vl_text"),
+        Wrapper("qwen3_5", ("Qwen3_5ForConditionalGeneration",), "qwen3_5_text"),
+        Wrapper("qwen3_5_moe", ("Qwen3_5MoeForConditionalGeneration",), "qwen3_5_moe_text"),
         Wrapper("gemma4", ("Gemma4ForConditionalGeneration",), "gemma4_text", tied=True),
         Wrapper("gemma3n", ("Gemma3nForConditionalGeneration",), "gemma3n_text", tied=True),
         Wrapper("gemma4_unified", ("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", tied=True),

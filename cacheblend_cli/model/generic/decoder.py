@@ -14,12 +14,14 @@ from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.families.generic import not_generic, quiet
 from cacheblend_cli.model.generic import seam
-from cacheblend_cli.model.generic.measure import measure
+from cacheblend_cli.model.generic.measure import layers_with_kv, measure
 from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
+from cacheblend_cli.model.generic.recurrent import RecurrentLayers
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.states import LaunchStates, SequenceState, StateLayout
 from cacheblend_cli.model.weights import head_order
 
 
@@ -77,15 +79,38 @@ class GenericDecoder(Decoder):
         self.parts = Parts(model)
         self.device, self.dtype = self.parts.model.device, self.parts.model.dtype
         with torch.inference_mode():
-            spec, modules, attention = measure(spec, self.parts)
-        self.spec, self.kernels, self.part = spec, kernels, Shard(spec)
-        self.rope = LayerRotations(spec, self.device)
-        each = zip(modules, attention, self.rope.of_layer, strict=True)
-        self.generic_layers = [GenericLayer(i, spec, kernels, *parts) for i, parts in enumerate(each)]
+            found = measure(spec, self.parts)
+        self.spec, self.kernels, self.part = found.spec, kernels, Shard(found.spec)
+        self.rope = LayerRotations(self.spec, self.device)
+        each = zip(found.modules, found.attention, self.rope.of_layer, strict=True)
+        self.generic_layers = [GenericLayer(i, self.spec, kernels, *parts) for i, parts in enumerate(each)]
         self.layers = [*self.generic_layers]
+        self.recurrent_modules: list[tuple[int, GenericModule]] = []  # index in the model, layer without K and V
+        if found.recurrent:
+            with torch.inference_mode():
+                self._add_recurrent(found.recurrent, found.initial)
         self.kv_scales: KVScales | None = None
         names = (name.rpartition(".")[2] for name, _ in self.parts.model.named_modules())
         self.steady = "experts" not in names  # transformers multiplies each expert with only its rows
+
+    def _add_recurrent(self, groups: list[RecurrentLayers], rows: Tensor) -> None:
+        """Put layers without K and V before the layer that follows them. rows: to find out what states they keep."""
+        state: SequenceState = ({},) * sum(self.spec.recurrent)
+        for part in (
+            rows,
+            rows[:1],
+        ):  # a decode step runs other functions, each of which tells something at its first call
+            states = LaunchStates([len(part)], [state], decode=len(part) == 1)
+            for group in groups:
+                group(part, states)
+            [state] = states.final()
+        self.state_layout = StateLayout.of(state)
+        for layer, group in zip(self.layers, groups, strict=False):
+            layer.before = group if group.modules else None
+        self.after = groups[-1] if groups[-1].modules else None
+        each = (module for group in groups for module in group.modules)
+        without_kv = sorted({*range(len(self.parts.layers))} - {*layers_with_kv(self.spec)})
+        self.recurrent_modules = list(zip(without_kv, each, strict=True))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.parts.embed(token_ids)
@@ -114,7 +139,9 @@ def load_generic(
     seam.register()
     model_type = spec.config["model_type"]
     try:
-        return GenericDecoder(spec, _model(path, dtype, device, adapter), kernels)
+        model = _model(path, dtype, device, adapter)
+        with quiet():
+            return GenericDecoder(spec, model, kernels)
     except (CacheBlendError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # unsupported layers can raise anything

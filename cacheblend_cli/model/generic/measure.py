@@ -3,8 +3,9 @@ and k."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from cacheblend_kernels import AttentionParams
 from torch import Tensor
 
 from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
+from cacheblend_cli.model.generic.recurrent import RecurrentLayers
 from cacheblend_cli.model.generic.seam import KeyRule, Projected
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec
@@ -31,23 +33,52 @@ class _Probe:
     positions: Tensor
 
 
-def measure(spec: ModelSpec, parts: Parts) -> tuple[ModelSpec, list[GenericModule], list[AttentionParams]]:
-    """Return the spec with the measured properties, each layer's module, and each layer's attention parameters. Raises
-    UsageError, with the reason, for a model whose layers compute something unsupported."""
+@dataclass(frozen=True)
+class Measured:
+    spec: ModelSpec  # with the measured properties
+    modules: list[GenericModule]  # the layers with K and V
+    attention: list[AttentionParams]  # of each of them
+    recurrent: list[RecurrentLayers]  # of a hybrid: the layers before each of them, and after the last
+    initial: Tensor  # input of the first layer at some positions, [PROBES, hidden_size]
+
+
+def measure(spec: ModelSpec, parts: Parts) -> Measured:
+    """Measure a model's layers. Raises UsageError, with the reason, if they compute something unsupported."""
     positions = probed_positions(spec, parts.model.device)
     embedded = parts.embed(torch.arange(len(positions), device=positions.device) % spec.vocab_size)
     calls = parts.calls(embedded, positions)
-    modules = [GenericModule(layer, call) for layer, call in zip(parts.layers, calls, strict=True)]
-    probes = [_probe(parts, i, module, calls[i], embedded, positions) for i, module in enumerate(modules)]
-    windows = tuple(_window(parts, i, call, spec.max_context) for i, call in enumerate(calls))
+    every = [GenericModule(layer, call) for layer, call in zip(parts.layers, calls, strict=True)]
+    if not spec.recurrent and not all(module.has_rope for module in every):
+        raise parts.refused("its layers do not get RoPE as cos and sin")
+    with_kv = layers_with_kv(spec)
+    recurrent, modules = _recurrent(spec, every), [every[i] for i in with_kv]
+    probes = [_probe(parts, i, every[i], calls[i], embedded, positions) for i in with_kv]
+    windows = tuple(_window(parts, i, calls[i], spec.max_context) for i in with_kv)
     spec = replace(_with_heads(spec, parts, probes), sliding_windows=windows)
     turns = [list(_turns_of(spec, i, probe)) for i, probe in enumerate(probes)]
     for interleaved in (False, True):  # channels i and i + half, then neighbours
         if all(interleaved in found or None in found for found in turns):
             unrotated = tuple(i for i, found in enumerate(turns) if None in found)
             attention = [_attention(spec, p.plain, w) for p, w in zip(probes, windows, strict=True)]
-            return replace(spec, interleaved=interleaved, unrotated=unrotated), modules, attention
+            spec = replace(spec, interleaved=interleaved, unrotated=unrotated)
+            return Measured(spec, modules, attention, recurrent, embedded)
     raise parts.refused("its RoPE turns q and k in a way that is not known, or something follows it")
+
+
+def layers_with_kv(spec: ModelSpec) -> list[int]:
+    """Return the indexes of the layers with K and V among all of the model's layers."""
+    return [
+        i + before for i, before in enumerate(accumulate(spec.recurrent[: spec.num_layers] or (0,) * spec.num_layers))
+    ]
+
+
+def _recurrent(spec: ModelSpec, every: Sequence[GenericModule]) -> list[RecurrentLayers]:
+    """Return the layers without K and V before each layer with them, and after the last."""
+    groups, at, first = list[RecurrentLayers](), 0, 0
+    for count in spec.recurrent:
+        groups.append(RecurrentLayers(first, every[at : at + count]))
+        at, first = at + count + 1, first + count
+    return groups
 
 
 def probed_positions(spec: ModelSpec, device: torch.device) -> Tensor:
@@ -83,7 +114,7 @@ def _probe(
         plain = module.project(hidden)
     except LookupError:
         raise parts.refused(f"layer {index} is not attention, or does not go through AttentionInterface") from None
-    return _Probe(plain, module.project(hidden, call["position_embeddings"]), positions)
+    return _Probe(plain, module.project(hidden, call.get("position_embeddings")), positions)
 
 
 def _with_heads(spec: ModelSpec, parts: Parts, probes: list[_Probe]) -> ModelSpec:

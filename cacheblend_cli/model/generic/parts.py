@@ -111,8 +111,12 @@ class GenericModule:
 
     def __init__(self, module: nn.Module, call: LayerCall) -> None:
         self.module, self._call = module, call
-        self._turn = _rope_of(call)
+        self._turn = _rope_of(call)  # None: the model has no RoPE
         self._same = {name: _neutral(name, value) for name, value in call.items() if name not in _VARYING}
+
+    @property
+    def has_rope(self) -> bool:
+        return self._turn is not None
 
     def project(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Projected:
         """Return q, k and v of the rows. turn: RoPE's cos and sin in the layer's shape [1, num_rows, ...]; None: q and
@@ -134,6 +138,11 @@ class GenericModule:
         """Run the layer with its own attention, as its model does."""
         return _rows(self.module(**(call | {"hidden_states": hidden[None]})))
 
+    def recur(self, hidden: Tensor, cache: object) -> Tensor:
+        """Run a layer without attention: [batch, num_rows, hidden_size]. cache: see `recurrent`."""
+        output = self.module(**(self._named(None) | {"hidden_states": hidden, "past_key_values": cache}))
+        return output[0] if isinstance(output, tuple) else output
+
     def in_float32(self, call: LayerCall) -> GenericModule:
         """Return a copy that computes in fp32, or itself if it already does. call: from `Parts.calls`, in fp32."""
         if all(p.dtype == torch.float32 for p in self.module.parameters()):
@@ -142,11 +151,15 @@ class GenericModule:
         return GenericModule(copy.deepcopy(self.module, configs).float(), call)
 
     def _run(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None) -> Any:
-        if turn is None:
+        if turn is None and self._turn is not None:
             width = self._turn[0].shape[-1]
             cos = hidden.new_ones(1, hidden.shape[0], width)
             turn = cos, torch.zeros_like(cos)
-        return self.module(hidden_states=hidden[None], position_embeddings=turn, **self._same)
+        return self.module(hidden_states=hidden[None], **self._named(turn))
+
+    def _named(self, turn: tuple[Tensor, Tensor] | None) -> LayerCall:
+        """Return the arguments besides the rows."""
+        return self._same | ({} if self._turn is None else {"position_embeddings": turn})
 
 
 class _Edge(nn.Module):
@@ -184,8 +197,10 @@ def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> L
     }
 
 
-def _rope_of(call: LayerCall) -> tuple[Tensor, Tensor]:
+def _rope_of(call: LayerCall) -> tuple[Tensor, Tensor] | None:
     turn: Any = call.get("position_embeddings")
+    if turn is None:
+        return None
     is_pair = isinstance(turn, tuple | list) and len(turn) == 2
     if not is_pair or not all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim == 3 for t in turn):
         raise ValueError("its layers do not get RoPE as cos and sin")

@@ -14,7 +14,7 @@ from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
 
 from cacheblend_store.errors import BadBlob, StoreError
-from cacheblend_store.format.blobs import BlobSpec, blob_spec
+from cacheblend_store.format.blobs import PLAIN, BlobSpec, TensorSpec, blob_spec
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
 from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, dump_object, load_object, typed
 
@@ -34,7 +34,7 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 
 @dataclass(frozen=True)
 class ChunkManifest:
-    """A stored chunk, with one blob per layer.
+    """A stored chunk, with one blob per layer, and one with the state of recurrent layers.
 
     A chunk has no KV if it was evicted or is not computed yet. Then no blobs are stored, blob_sizes are 0, and
     blob_digests are those of the evicted KV, or zeros. Text, tokens and places stay known, and the KV is computed when
@@ -64,6 +64,13 @@ class ChunkManifest:
     layer_shapes: tuple[tuple[Size, Size], ...] = ()  # (KV heads, head_dim) per layer; empty if all are the same
     # head_dim of V if it differs from K's, else 0. With latent attention, V is the latent and K the position key.
     v_head_dim: Count = 0
+    # Dtype, as named by safetensors, and shape of each tensor of the state that recurrent layers have after the chunk:
+    # one blob more, behind those of the layers. Empty without such layers, and for a chunk whose state is not stored.
+    state: tuple[tuple[str, tuple[Size, ...]], ...] = ()
+
+    @property
+    def num_blobs(self) -> int:
+        return self.num_layers + bool(self.state)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -93,8 +100,8 @@ class ChunkManifest:
         return not self.has_kv and any(map(any, self.blob_digests))
 
     def without_kv(self) -> ChunkManifest:
-        digests = self.blob_digests or (bytes(DIGEST_BYTES),) * self.num_layers
-        return replace(self, blob_sizes=(0,) * self.num_layers, blob_digests=digests)
+        digests = self.blob_digests or (bytes(DIGEST_BYTES),) * self.num_blobs
+        return replace(self, blob_sizes=(0,) * self.num_blobs, blob_digests=digests)
 
     def is_of_model(self, model: str) -> bool:
         """Return whether `model` is the model's name, or a prefix of its fingerprint with at least four digits."""
@@ -166,14 +173,18 @@ class Memo:
 
 
 def layer_spec(manifest: ChunkManifest, layer: int) -> BlobSpec:
+    """Return the tensors of a layer; behind the last layer, those of the state, named by their number."""
+    if layer == manifest.num_layers:
+        return {str(i): TensorSpec(*tensor) for i, tensor in enumerate(manifest.state)}
     return blob_spec(manifest.codec, manifest.num_tokens, *manifest.shapes[layer])
+
+
+_OPTIONAL = ("layer_shapes", "v_head_dim", "state")  # left out of a record if they are empty
 
 
 def encode_manifest(manifest: ChunkManifest) -> bytes:
     packed = {name: pack_ids(getattr(manifest, name)) for name in ("token_ids", "left_context_ids")}
-    fields = {
-        name: value for name, value in vars(manifest).items() if value or name not in ("layer_shapes", "v_head_dim")
-    }
+    fields = {name: value for name, value in vars(manifest).items() if value or name not in _OPTIONAL}
     record = seal_json(manifest.key, {**fields, **packed})
     if len(record) > MAX_MANIFEST_BYTES:
         raise StoreError(f"chunk {manifest.id[:12]} is too long: {manifest.num_tokens:,} tokens", "cut smaller chunks")
@@ -188,8 +199,10 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         for ids in ("token_ids", "left_context_ids"):
             data[ids] = unpack_ids(base64.b64decode(data[ids]))
         manifest = typed({**data, "key": key}, ChunkManifest)
-    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers:
+    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_blobs:
         raise BadBlob(f"{name} does not have one blob per layer")
+    if not {dtype for dtype, _ in manifest.state} <= {*PLAIN.values()}:
+        raise BadBlob(f"{name} has a state of an unknown dtype")
     if len(manifest.shapes) != manifest.num_layers:
         raise BadBlob(f"{name} does not have one shape per layer")
     if manifest.has_kv and not all(manifest.blob_sizes):

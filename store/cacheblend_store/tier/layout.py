@@ -51,9 +51,9 @@ class ObjectLayout:
     def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> ObjectLayout:
         """Return the layout of an object of this size. Raises BadBlob if no chunk can have this shape or size."""
         tag = TAG_BYTES if encrypted else 0
-        if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS:
+        if chunk.num_blobs > MAX_LAYERS or chunk.codec not in CODECS:
             raise BadBlob("no chunk can have its shape")
-        sizes = (blob_size(records.layer_spec(chunk, layer)) + tag for layer in range(chunk.num_layers))
+        sizes = (blob_size(records.layer_spec(chunk, layer)) + tag for layer in range(chunk.num_blobs))
         bounds = tuple(accumulate(sizes, initial=0))
         head = size - bounds[-1]
         if not HEAD.size + KEY_BYTES + tag < head <= HEAD.size + KEY_BYTES + records.MAX_MANIFEST_BYTES + tag:

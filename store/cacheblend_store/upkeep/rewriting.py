@@ -77,7 +77,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
     lost = dict[bytes, str]()  # chunk -> its document
     for done, manifest in enumerate(_readable(source, "chunks", source.manifest), 1):
         try:
-            target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_layers)])
+            target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_blobs)])
         except (BadBlob, StoreCorrupt):  # keep at least its text
             target.put_records([manifest])
             if not manifest.evicted:

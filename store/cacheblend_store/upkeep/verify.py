@@ -115,7 +115,7 @@ def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
         manifest = reader.manifest(key)
         if manifest is None:
             raise StoreCorrupt(f"chunk {key.hex()[:12]} is in the list of chunks but not found by its key")
-        layers = manifest.num_layers if manifest.has_kv else 0
+        layers = manifest.num_blobs if manifest.has_kv else 0
         for layer in range(layers):
             reader.layer(manifest, layer)
             report.blobs += 1
