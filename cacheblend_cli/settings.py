@@ -55,6 +55,9 @@ class Settings:
     chunk_tokens: int = _setting(512, "Maximum tokens of a chunk.")
     collection: str = _setting("", "Only documents of this collection.")
     overlap: int = _setting(0, "Maximum tokens of the preceding text that a chunk repeats.")
+    state_every: int = _setting(
+        1, "For models with recurrent layers: store their state for every N-th chunk, and for a document's last one."
+    )
     ocr_languages: str = _setting("eng", "Languages for --ocr, as tesseract names them, such as deu+eng.")
     context: str = _setting(
         "document",
@@ -244,7 +247,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager"),
     "tenant": ("salt",),
     "reading": ("ocr_languages",),
-    "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
+    "cutting": ("chunk_tokens", "window", "overlap", "neighbours", "state_every"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),
     "start": ("keep_alive",),

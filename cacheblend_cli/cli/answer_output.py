@@ -11,7 +11,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
 from cacheblend_cli.errors import ExitCode
-from cacheblend_cli.types import CompletedAnswer, Notes, Piece, unsupported_line
+from cacheblend_cli.types import NO_RATIO, CompletedAnswer, Notes, Piece, unsupported_line
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -160,6 +160,7 @@ def first_token_line(answer: Answer) -> str:
     """Return the answer's time to the first token beside a full prefill's, if that was measured or estimated."""
     own, auto = answer.timing.ttft_s, answer.auto
     name = "this answer" if answer.mode == "full" or not answer.cached_tokens else _MODE_NAMES[answer.mode]
+    name = "restored" if name == "blended" and answer.ratio_from == NO_RATIO else name
     text = f"first token: {name} {format_latency(own)}"
     if auto:
         text += f" ({format_latency(auto.predicted_ttft_s)} predicted)"
@@ -233,6 +234,9 @@ def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) ->
         work = f"{counted(answer.prompt_tokens, 'prompt token')}, none cached"
         if answer.mode == "full":
             work = f"full prefill of {counted(answer.prompt_tokens, 'token')}"
+    elif answer.ratio_from == NO_RATIO:
+        of = counted(answer.prompt_tokens, "prompt token")
+        work = f"{answer.exact_tokens:,} of {of} restored, the others computed: the model has recurrent layers"
     else:
         work = f"{answer.recomputed_tokens / answer.cached_tokens:.0%} of {counted(answer.cached_tokens, 'cached token')} recomputed"
     if answer.auto:

@@ -19,6 +19,7 @@ from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size, with_kv_line
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, grouped, resolve
+from cacheblend_cli.types import NO_RATIO
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine
@@ -266,7 +267,8 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
         **({"computed_by": GENERIC_PATH} if spec.generic else {}),
         "files": ", ".join(file.name for file in files),
         "bytes": sum(file.stat().st_size for file in files),
-        "layers": spec.num_layers,
+        "layers": spec.num_layers + sum(spec.recurrent),
+        **({"recurrent_layers": sum(spec.recurrent)} if spec.recurrent else {}),
         "hidden_size": spec.hidden_size,
         "heads": _heads(spec),
         "context": spec.max_context,
@@ -281,6 +283,8 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
 
 
 def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
+    if spec.recurrent:
+        return NO_RATIO
     import torch
 
     from cacheblend_cli.engine.profile import profile_file, read_profiles

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.settings import Settings
 
-_REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv_dtype")
+_REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "state_every", "kv_dtype")
 
 
 @options.with_settings(
@@ -353,7 +353,9 @@ def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.evaluation.profile import LEAST_PROMPTS
 
-    if num_chunks > LEAST_PROMPTS and not read_profiles(profile_file(engine.model.fingerprints["float32"])):
+    if engine.model.spec.recurrent or num_chunks <= LEAST_PROMPTS:
+        return
+    if not read_profiles(profile_file(engine.model.fingerprints["float32"])):
         output.note(
             f"to measure which ratio {engine.model.name} needs: cacheblend models check {engine.model.name} --ratio-only"
         )

@@ -42,6 +42,7 @@ class PlannedChunk:
     chunk: Chunk
     left: tuple[int, ...]  # left context: token ids between the prefix and the chunk
     context: str  # kind of left context, see corpus/contexts.py
+    keeps_state: bool = True  # a hybrid's state after it is stored
 
 
 How = Literal["converted", "fetched", "computed"]
@@ -240,7 +241,7 @@ def prefix_chunk(collection: Collection) -> PlannedChunk:
 
 def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
     """Return the manifest of a chunk, without blob sizes and digests."""
-    chunk, model = planned.chunk, collection.model
+    chunk, model, layout = planned.chunk, collection.model, collection.model.decoder.state_layout
     before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
     return ChunkManifest(
         key=planned.key,
@@ -259,7 +260,7 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
         head_dim=model.spec.head_dim,
         layer_shapes=() if model.spec.shapes is None else tuple((heads, dim) for heads, dim in model.spec.kv_shapes),
         v_head_dim=0 if model.spec.latent is None else model.spec.latent.rank,
-        state=() if model.decoder.state_layout is None else model.decoder.state_layout.stored,
+        state=layout.stored if layout is not None and planned.keeps_state else (),
         source=planned.source,
         index=chunk.index,
         span=(chunk.start, chunk.end),
@@ -269,7 +270,8 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
 
 def planned_of(manifest: ChunkManifest) -> PlannedChunk:
     chunk = Chunk(manifest.index, manifest.text, manifest.token_ids, *manifest.span)
-    return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context)
+    keeps_state = bool(manifest.state)
+    return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context, keeps_state)
 
 
 def record_bytes(collection: Collection, planned: PlannedChunk) -> int:
@@ -296,7 +298,7 @@ def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
     out: list[CollectSequence] = []
     for planned in chunks:
         ids = (*planned.left, *planned.chunk.token_ids)
-        kept = Kept(planned.key, len(planned.left), len(ids))
+        kept = Kept(planned.key, len(planned.left), len(ids), planned.keeps_state)
         if planned.left and out and out[-1].token_ids == planned.left:
             out[-1] = CollectSequence(ids, (*out[-1].kept, kept))
         else:

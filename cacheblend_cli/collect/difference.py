@@ -97,7 +97,7 @@ class _Comparison:
         for num_tokens, count in counts.items():
             amount.chunks += count
             amount.tokens += count * num_tokens
-            amount.bytes += count * part.collection.stored_bytes(num_tokens)
+            amount.bytes += count * part.stored_bytes(num_tokens)
 
     def add_document(self, part: Part, document: PlannedDocument, missing: Missing) -> None:
         """Count a document's chunks, and why some are computed. missing: gets the chunks to compute."""
@@ -118,7 +118,7 @@ class _Comparison:
 
     def _add(self, part: Part, size: ChunkSize, missing: Missing, changed: Amount, *, is_finer: bool) -> None:
         """Count a chunk. changed: amount to add it to if it is not stored."""
-        kept, num_bytes = size.key in self._room, part.stored_bytes(size)
+        kept, num_bytes = size.key in self._room, part.stored_bytes(size.num_tokens)
         is_stored = not self._force and size.has_kv is not None and (size.has_kv or not kept)
         amount = self.found.unchanged if is_stored else changed
         amount.add(size.num_tokens, num_bytes if kept else 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import tee
+from itertools import chain, islice, repeat, tee
 from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
@@ -32,8 +32,10 @@ from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
 """Documents in order, with their chunks."""
+T = TypeVar("T")
 D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
+_END = object()
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
 _READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
@@ -65,8 +67,9 @@ class Part:
         for document in self.documents:
             yield from document.sizes
 
-    def stored_bytes(self, size: ChunkSize) -> int:
-        return self.collection.stored_bytes(size.num_tokens)
+    def stored_bytes(self, num_tokens: int) -> int:
+        """Return the blob bytes of a chunk; of a hybrid's state, the mean over the chunks of a long document."""
+        return self.collection.stored_bytes(num_tokens, self.settings.state_every)
 
 
 class Planner:
@@ -320,8 +323,17 @@ def planned_chunks(
         own, before = tee(chunks)
         window = collection.window(settings.window)
         placed = zip(own, document_contexts((chunk.token_ids for chunk in before), window), strict=True)
-    for chunk, left in placed:
-        yield PlannedChunk(collection.key(chunk.token_ids, left), source, chunk, left, settings.context)
+    for number, (chunk, left), is_last in _marking_last(placed):
+        keeps_state = is_last or (number + 1) % settings.state_every == 0
+        yield PlannedChunk(collection.key(chunk.token_ids, left), source, chunk, left, settings.context, keeps_state)
+
+
+def _marking_last(items: Iterable[T]) -> Iterator[tuple[int, T, bool]]:
+    """Yield each item with its number, and whether it is the last one."""
+    own, after = tee(items)
+    following = chain(islice(after, 1, None), repeat(_END))
+    for number, (item, then) in enumerate(zip(own, following, strict=False)):
+        yield number, item, then is _END
 
 
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:

@@ -43,6 +43,7 @@ class PrecomputeOptions:
     neighbours: int | None = None
     kv_dtype: str | None = None
     overlap: int | None = None
+    state_every: int | None = None
     force: bool = False  # compute stored chunks again
     verify_files: bool = False  # read every file and every record, even of documents that seem unchanged
     list_unchanged: bool = True  # report each unchanged chunk

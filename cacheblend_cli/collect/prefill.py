@@ -44,6 +44,7 @@ class Kept:
     key: bytes
     start: int
     end: int
+    with_state: bool = True  # keep a hybrid's state after it, too
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,8 @@ class _Place:
             if (kept := ends.get(piece[1])) is not None:
                 k = [torch.cat(of) for of in zip(*(p.k for p in parts), strict=True)]
                 v = [torch.cat(of) for of in zip(*(p.v for p in parts), strict=True)]
-                yield ChunkKV(kept.key, k, v, self._pool.states.at(held, self._first + kept.end))
+                state = self._pool.states.at(held, self._first + kept.end) if kept.with_state else None
+                yield ChunkKV(kept.key, k, v, state)
                 parts = []
 
     def _collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:

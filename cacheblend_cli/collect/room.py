@@ -53,7 +53,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
     for part, size in chunks:
         own.add(size.key)
         texts += size.record_bytes
-        kv += part.stored_bytes(size)
+        kv += part.stored_bytes(size.num_tokens)
     documents = {document_key(p.collection.id, d.file.source, p.settings.context): d for p in plan for d in p.documents}
     texts += sum(document.record_bytes for document in documents.values())
     texts += _records_of_others(store, own, documents)
@@ -66,7 +66,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
         for part, size in chunks:
             if bool(size.has_kv) != is_stored:
                 continue
-            if (num_bytes := part.stored_bytes(size)) <= left:
+            if (num_bytes := part.stored_bytes(size.num_tokens)) <= left:
                 keep.add(size.key)
                 left -= num_bytes
             else:

@@ -29,6 +29,7 @@ class CollectSettings:
     neighbours: int = 3  # number of similar chunks for context `neighbours`
     kv_dtype: str = "auto"  # see `collection.codec_of`
     overlap: int = 0  # maximum tokens of the preceding text that a chunk repeats
+    state_every: int = 1  # of a hybrid's document: the state is stored for every N-th chunk, and for the last one
 
     def __post_init__(self) -> None:
         check_known("context", self.context, CONTEXTS)
@@ -39,10 +40,10 @@ class CollectSettings:
                 f"--overlap {self.overlap} is not between 0 and half of --chunk-tokens {self.chunk_tokens}",
                 "a tenth of a chunk is usually enough",
             )
-        if self.window < 1 or self.neighbours < 1:
-            name = "window" if self.window < 1 else "neighbours"
-            value, default = getattr(self, name), getattr(CollectSettings, name)
-            raise UsageError(f"--{name} {value} is not 1 or more", f"{default} is the default")
+        for name in ("window", "neighbours", "state_every"):
+            if (value := getattr(self, name)) < 1:
+                default = getattr(CollectSettings, name)
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not 1 or more", f"{default} is the default")
         check_known("KV dtype", self.kv_dtype, KV_DTYPES)
 
     def of_record(self) -> dict[str, int]:
@@ -50,6 +51,8 @@ class CollectSettings:
         found = {"chunk_tokens": self.chunk_tokens}
         if self.overlap:
             found["overlap"] = self.overlap
+        if self.state_every != 1:
+            found["state_every"] = self.state_every
         if self.context != "sink":
             found["window"] = self.window
         if self.context == "neighbours":

@@ -178,6 +178,9 @@ class PlanStorage:
         if self._force:
             return {key for key in wanted if key in self._room}
         missing = {key for key in wanted if key in self._room and not with_kv.get(key)}
+        if collector.collection.model.spec.recurrent:  # a document's chunks are computed in order, from its beginning
+            sources = {wanted[key].source for key in missing}
+            missing = {key for key in wanted if key in self._room and wanted[key].source in sources}
         return missing - collector.present([wanted[key] for key in missing])
 
     def _keys_before(self, part: Part, source: str) -> set[bytes]:
@@ -189,7 +192,7 @@ class PlanStorage:
         if how == "computed":
             self._report.computed_tokens += num_tokens
         elif how == "converted":
-            self._report.converted.add(num_tokens, part.collection.stored_bytes(num_tokens))
+            self._report.converted.add(num_tokens, part.stored_bytes(num_tokens))
         else:
             self._report.taken += 1
 
@@ -206,7 +209,7 @@ class PlanStorage:
     ) -> None:
         """Count and report a chunk. done: tokens that were worked on."""
         setattr(self._report, status, getattr(self._report, status) + 1)
-        num_bytes = part.collection.stored_bytes(tokens) if key in self._room else 0
+        num_bytes = part.stored_bytes(tokens) if key in self._room else 0
         omissions = self._omissions.get(source, ()) if index == 0 else ()
         result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status, omissions)
         self._on_event(PrecomputeEvent("chunk", result, done=done))

@@ -37,7 +37,9 @@ def llama_file(config: EngineConfig, model: LoadedModel) -> Path | None:
     own = model.shown_path
     file = Path(config.decode_model).expanduser() if config.decode_model else own if own.suffix == ".gguf" else None
     reason, off = None, "use --decode-with torch"
-    if file is None:
+    if model.spec.recurrent:
+        reason = "the states of recurrent layers cannot be handed over", off
+    elif file is None:
         reason = "it needs a GGUF file", "give one with --decode-model"
     elif not any(find_spec(module) for module in MODULES):
         reason = "neither xllamacpp nor llama-cpp-python is installed", install_hint(EXTRA)
@@ -45,8 +47,6 @@ def llama_file(config: EngineConfig, model: LoadedModel) -> Path | None:
         reason = "the GGUF file lacks the LoRA adapter", f"merge it into the file, or {off}"
     elif model.decoder.rope.switches_at is not None:
         reason = "the model's RoPE depends on the length of the prompt", off
-    elif model.spec.recurrent:
-        reason = "the states of recurrent layers cannot be handed over", off
     elif model.spec.latent is not None:
         reason = "the model keeps latents (MLA), which it stores in another layout", off
     if reason is not None:

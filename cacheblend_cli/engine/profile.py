@@ -18,7 +18,7 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
-from cacheblend_cli.types import NEVER_CHECKED, AskRequest, BlendParams
+from cacheblend_cli.types import NEVER_CHECKED, NO_RATIO, AskRequest, BlendParams
 
 FORMAT = 2  # increase when the measurement or the blending changes
 OTHER = "default: models check measured"
@@ -93,10 +93,6 @@ def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
     """Return the codec of the chunks' stored KV: all codecs if they differ, the collection's if none is stored."""
     found = {f"{c.codec} {c.computed_in}".strip() for c in chunks if c.cached and c.codec}
     return " and ".join(sorted(found)) or collection.codec
-
-
-NO_RATIO = "none: recurrent layers need every token in order, so nothing is blended"
-"""Source of a hybrid's ratio."""
 
 
 def keep_profile(model: LoadedModel, profile: Profile) -> None:

@@ -203,7 +203,7 @@ class Runtime(Prompts):
             "path": str(self.model.shown_path),
             **({"lora": str(self.model.lora)} if self.model.lora else {}),
             "architecture": spec.architecture,
-            "layers": spec.num_layers,
+            "layers": spec.num_layers + sum(spec.recurrent),
             **({"computed_by": GENERIC_PATH} if spec.generic else {}),
             "parameters": decoder.num_parameters,
             "dtype": str(decoder.dtype).removeprefix("torch."),

@@ -153,9 +153,10 @@ class Collection:
         """Return the KV bytes of a chunk. codec: "" for this collection's."""
         return sum(t.num_bytes for layer in self._layers(num_tokens, codec) for t in layer.values())
 
-    def stored_bytes(self, num_tokens: int) -> int:
-        """Return the total blob bytes of a chunk, as the store counts them."""
-        return sum(self.blob_sizes(num_tokens))
+    def stored_bytes(self, num_tokens: int, state_every: int = 1) -> int:
+        """Return the total blob bytes of a chunk, as the store counts them. state_every: number of chunks of which one
+        has a hybrid's state."""
+        return sum(map(blob_size, self._layers(num_tokens))) + sum(self._state_bytes) // state_every
 
     def blob_sizes(self, num_tokens: int) -> list[int]:
         """Return the bytes of each blob of a chunk: one per layer, and one with a hybrid's state."""

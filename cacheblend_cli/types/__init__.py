@@ -3,6 +3,7 @@ nor numpy."""
 
 from cacheblend_cli.types.answer import (
     NEVER_CHECKED,
+    NO_RATIO,
     Answer,
     AskPlan,
     ChunkUse,
@@ -46,7 +47,7 @@ from cacheblend_cli.types.sampling import (
 )  # fmt: skip
 
 __all__ = [
-    "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NEVER_CHECKED", "NUM_HITS", "PLAIN", "Answer",
+    "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NEVER_CHECKED", "NO_RATIO", "NUM_HITS", "PLAIN", "Answer",
     "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse", "Claim", "ClaimKind",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
     "Notes", "Piece", "PlannedChunk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",

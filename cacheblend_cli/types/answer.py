@@ -132,6 +132,8 @@ class TierUse:
 
 NEVER_CHECKED = "models check was not run for this model"
 """Reason in `Answer.ratio_from` for a default ratio."""
+NO_RATIO = "none: recurrent layers need every token in order, so nothing is blended"
+"""`Answer.ratio_from` of a model with recurrent layers: what its prompt begins with is restored."""
 SCHEMA_VERSION = 1
 """Version of the JSON form, raised when a key is removed or changes its meaning. New keys do not raise it."""
 _REPORTED = (
@@ -177,7 +179,7 @@ class Answer:
     hits_cut: int = 0  # hits left out because they match far less well than the best one
     hits_repeated: int = 0  # hits left out because a better one contains their text
     accepted_tokens: int = 0  # generated tokens that prompt lookup had proposed, so that they took no step of their own
-    ratio_from: str = "given"  # "given", "auto", or "model" or "default" with the reason, see engine/profile.py
+    ratio_from: str = "given"  # "given", "auto", NO_RATIO, or "model" or "default" with the reason (engine/profile.py)
 
     @property
     def tokens_per_step(self) -> float:

@@ -1,5 +1,5 @@
-"""Hybrids: the state of recurrent layers is right in batches, slices, branches, after a swap, from the store and from the
-prefix cache; and what cannot be exact is computed or refused."""
+"""Hybrids: the state of recurrent layers is right in batches, slices, branches, after a swap, from the store and from
+the prefix cache; and what cannot be exact is computed or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 import hub_hybrids
 import pytest
 import torch
-from cacheblend_store import ChunkStore
+from bare_store import bare_writing
+from cacheblend_store import ChunkStore, verify
+from cacheblend_store.format.keys import blob_key
 from checkpoints import WORDS
 from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of
 from hub_models import HubModel, load_reference
@@ -20,10 +22,15 @@ from hub_models import HubModel, load_reference
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.sequence import SequenceStatus
+from cacheblend_cli.engine.core.speculation import Speculation
+from cacheblend_cli.engine.decode_with import llama_file
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.types import Answer, AskRequest, BlendParams
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.export import check_exportable
+from cacheblend_cli.model.rank_shard import check_divisible
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SearchParams
 
 FULL = BlendParams(mode="full")
 ROOMY = Limits(pool_tokens=4096, max_rows=16)
@@ -159,7 +166,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_a_state(each: StoredEngine) -> Non
 
 
 def test_states_are_dropped_with_their_blocks(stored: StoredEngine) -> None:
-    """Many prompts in a small pool: whatever the prefix cache finds is right, and no more states stay than it may keep."""
+    """Many prompts in a small pool: whatever the prefix cache finds is right, and few states stay."""
     driver = CoreDriver(stored, replace(ROOMY, pool_tokens=16 * 40))
     questions = [
         replace(ask(stored, f"where does {name} work {i}?"), keys=[stored.keys[i % 9], stored.keys[(i + 1) % 9]])
@@ -172,3 +179,125 @@ def test_states_are_dropped_with_their_blocks(stored: StoredEngine) -> None:
     assert pool.states is not None
     assert 0 < len(pool.states._of) <= 17
     assert not any(pool.allocator.is_used(block) for block in pool.states._of)
+
+
+def damage_state(stored: StoredEngine, key: bytes) -> None:
+    manifest = stored.store.undamaged(key)
+    assert manifest is not None
+    name = blob_key(key, manifest.num_layers)
+    with bare_writing(stored.store) as (transaction, databases):
+        blob = bytearray(transaction.get(name, db=databases["blobs"]))
+        blob[-1] ^= 1
+        transaction.put(name, bytes(blob), db=databases["blobs"])
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[StoredEngine]:
+    stored = open_hybrid(tmp_path, hub_hybrids.QWEN)
+    yield stored
+    stored.store.close()
+
+
+def leading(answer: Answer) -> list[str]:
+    return [chunk.status for chunk in answer.chunks]
+
+
+def test_a_damaged_state_is_computed_and_said_and_stored_again(own: StoredEngine) -> None:
+    question, expected = ask(own), cold(own, ask(own))
+    damage_state(own, own.keys[1])
+    third = own.engine.run_alone(own.store, question, AskOptions(save=False))
+    assert third.generated_ids == expected.generated_ids  # the state after a later chunk is right
+    last = leading(expected).count("exact") - 1
+    damage_state(own, own.keys[last])
+    answer = own.engine.run_alone(own.store, question)
+    assert leading(answer) == ["exact"] * last + ["computed"] * (len(own.keys) - last)
+    assert answer.generated_ids == expected.generated_ids
+    [said, stored_again] = answer.notes
+    assert own.keys[last].hex()[:12] in said
+    assert "digest" in said
+    assert "stored the KV" in stored_again
+    assert leading(own.engine.run_alone(own.store, question)) == leading(expected)
+    assert not verify(own.store).findings
+
+
+def test_kv_of_another_dtype_is_computed_and_said(own: StoredEngine) -> None:
+    other = Engine.load(EngineConfig(model=str(own.engine.model.path), dtype="bfloat16", block_size=16))
+    answer = other.run_alone(own.store, replace(ask(own), keys=own.keys[:2]), AskOptions(save=False))
+    assert leading(answer) == ["computed"] * 2
+    assert sum("was computed in float32" in note for note in answer.notes) == 2
+
+
+def test_its_kv_is_never_used_by_an_attention_model(own: StoredEngine, tmp_path: Path) -> None:
+    HubModel("llama").write(tmp_path / "llama")
+    other = Engine.load(EngineConfig(model=str(tmp_path / "llama"), block_size=16))
+    answer = other.run_alone(own.store, replace(ask(own), keys=own.keys[:2]), AskOptions(save=False))
+    assert leading(answer) == ["computed"] * 2
+
+
+def test_a_search_begins_with_the_best_document(own: StoredEngine) -> None:
+    found = own.engine.search(own.store, AskRequest("Mara", search=SearchParams(k=1)))
+    [best] = found.ranks
+    manifest = own.store.undamaged(best)
+    assert manifest is not None
+    assert found.keys[-1] == best
+    assert len(found.keys) == manifest.index + 1
+    request = own.request(AskRequest("Mara", search=SearchParams(k=1), sampling=SAMPLING))
+    assert {chunk.status for chunk in request.plan.chunks} == {"exact"}
+
+
+def test_states_of_some_chunks_are_enough(own: StoredEngine, tmp_path: Path) -> None:
+    """A prompt goes on from the last state that it has."""
+    with ChunkStore.open(tmp_path / "sparse", mode="write") as store:
+        options = PrecomputeOptions(chunk_tokens=24, state_every=2)
+        own.engine.precompute(store, [str(tmp_path / "docs")], options, lambda event: None)
+        manifests = [m for key in own.keys if (m := store.undamaged(key)) is not None]
+        last = {m.source: m.index for m in manifests}
+        assert all(bool(m.state) == (m.index % 2 == 1 or m.index == last[m.source]) for m in manifests)
+        assert len({bool(m.state) for m in manifests}) == 2
+        sparse, question = replace(own, store=store), replace(ask(own), keys=own.keys[:3])
+        assert leading(own.engine.run_alone(store, question)) == ["exact", "exact", "computed"]
+        assert torch.equal(logits(sparse, question), logits(own, replace(question, blend=FULL)))
+        assert leading(own.engine.run_alone(store, question)) == ["exact", "exact", "computed"]
+        assert not verify(store).findings
+
+
+def test_a_document_that_lost_a_chunk_is_collected_again_to_the_bit(own: StoredEngine) -> None:
+    def digests() -> list[object]:
+        return [(m.has_kv, m.blob_digests) for key in own.keys if (m := own.store.undamaged(key)) is not None]
+
+    before = digests()
+    own.store.evict_chunks(own.keys[2:4])
+    own.engine.precompute(own.store, [str(own.store.path.parent / "docs")], PrecomputeOptions(), lambda event: None)
+    assert digests() == before
+
+
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "ratio": ({"blend": BlendParams(ratio=0.3)}, "no ratio"),
+    "selector": ({"blend": BlendParams(selector="hkvd")}, "no ratio"),
+    "ratio auto": ({"options": AskOptions(auto=True)}, "no ratio"),
+    "reuse": ({"blend": BlendParams(mode="reuse")}, "only at the beginning"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_blending_is_refused(stored: StoredEngine, what: str) -> None:
+    change, told = REFUSED[what]
+    with pytest.raises(UsageError, match=told):
+        stored.request(replace(ask(stored), **change))
+
+
+def test_reuse_of_what_is_exact_is_possible(stored: StoredEngine) -> None:
+    question = replace(ask(stored), keys=stored.keys[:2])
+    reused = replace(question, blend=BlendParams(mode="reuse"))
+    assert cold(stored, reused).generated_ids == cold(stored, question).generated_ids
+
+
+def test_what_needs_other_states_is_refused(stored: StoredEngine) -> None:
+    runtime, path = stored.engine.runtime, str(stored.engine.model.path)
+    with pytest.raises(UsageError, match="recurrent layers"):
+        check_exportable(runtime.model.spec, "vLLM")
+    with pytest.raises(UsageError, match="states of recurrent layers"):
+        llama_file(EngineConfig(model=path, decode_with="llama.cpp", decode_model="m.gguf"), runtime.model)
+    with pytest.raises(UsageError, match="--tensor-parallel is not implemented"):
+        check_divisible(runtime.model.spec, 2)
+    assert Speculation.of(stored.engine.runtime) is None

@@ -41,9 +41,10 @@ def chunk(number: int = 0) -> tuple[ChunkManifest, list[bytes]]:
     return manifest, list(blobs)
 
 
-def test_what_is_put_is_read_whole_and_by_layers(tier: Tier) -> None:
+@pytest.mark.parametrize("number", [0, 6], ids=["KV", "KV and a state"])
+def test_what_is_put_is_read_whole_and_by_layers(tier: Tier, number: int) -> None:
     tier.check()
-    manifest, blobs = chunk()
+    manifest, blobs = chunk(number)
     assert tier.size(tier.name(manifest.collection, manifest.key)) is None
     size = tier.put_chunk(manifest, blobs)
     assert tier.size(tier.name(manifest.collection, manifest.key)) == size
@@ -54,7 +55,7 @@ def test_what_is_put_is_read_whole_and_by_layers(tier: Tier) -> None:
     assert (taken.token_ids, taken_blobs) == (manifest.token_ids, blobs)
     name = tier.name(manifest.collection, manifest.key)
     head = tier.head(name, tier.read(name, 0, layout.head_bytes))
-    last = range(manifest.num_layers - 1, manifest.num_layers)
+    last = range(manifest.num_blobs - 1, manifest.num_blobs)
     end = layout.span(last)[1]
     start = layout.layer(last.start).start
     assert head.layer(last.start, tier.read(name, start, end)) == blobs[-1]

@@ -22,7 +22,7 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
 )
-from cacheblend_store.format.blobs import blob_spec, encode_blob
+from cacheblend_store.format.blobs import TensorSpec, blob_spec, encode_blob
 from cacheblend_store.format.keys import pack_ids
 from stored_texts import forget
 
@@ -30,6 +30,7 @@ PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
 COLLECTION = collection_id(PARTS)
 LAYERS, HEADS, DIM = 2, 1, 4
 NUM_TOKENS = (3, 60, 300)  # in a leaf, one overflow page, several
+STATE = (("F32", (1, 2, 8)), ("BF16", (1, 40)))  # of every seventh chunk
 
 
 @lru_cache(4096)
@@ -52,10 +53,15 @@ def make_chunk(seed: int, version: int = 0) -> tuple[ChunkManifest, tuple[bytes,
         encode_blob(spec, {name: rng.randbytes(tensor.num_bytes) for name, tensor in spec.items()})
         for _ in range(LAYERS)
     )
+    state = STATE if seed % 7 == 6 else ()
+    if state:
+        tensors = {str(i): TensorSpec(*tensor) for i, tensor in enumerate(state)}
+        blobs += (encode_blob(tensors, {name: rng.randbytes(t.num_bytes) for name, t in tensors.items()}),)
     manifest = ChunkManifest(
         key=key_of(seed), token_ids=ids, text=f"{seed} {version}", model="model", model_name="m", tokenizer="tokenizer",
         collection=COLLECTION, context="sink", left_context_ids=(), collected_len=len(ids) + 2, codec="float32",
         num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, source=f"{seed}.md", index=0, span=(0, 4), created=1.0,
+        state=state,
     )  # fmt: skip
     return manifest, blobs
 
@@ -75,7 +81,7 @@ def read_chunk(reader: StoreReader, manifest: ChunkManifest) -> tuple[int, int]:
 
     Of a chunk without KV only the record is compared.
     """
-    layers = range(manifest.num_layers if manifest.has_kv else 0)
+    layers = range(manifest.num_blobs if manifest.has_kv else 0)
     views = [reader.layer(manifest, layer) for layer in layers]
     seed, version = map(int, manifest.text.split())
     wanted, blobs = make_chunk(seed, version)

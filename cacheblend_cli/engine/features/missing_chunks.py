@@ -38,7 +38,12 @@ class KeptChunks(Hook):
         used = [s.key for s in report.plan.chunks if s.cached and s.key]
         # before missing chunks are stored, which may need room
         self._store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)
-        missing = {s.key for s in report.plan.chunks if s.key and s.status == "computed"}
+        missing = {c.input.key for c in request.chunks if not c.input.cached}
+        missing &= {s.key for s in report.plan.chunks if s.key and s.status == "computed"}
+        if report.plan.in_order:
+            from cacheblend_cli.engine.request.hybrids import to_collect
+
+            missing = to_collect(request, missing)
         if not (request.options.save and self._store.writable) or not (missing or request.tiered):
             return None
         from cacheblend_cli.engine.features.storing import store_missing

@@ -63,5 +63,6 @@ def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[P
             own = known.key == segment.key
             left, context = (known.left_context_ids, known.context) if own else ((), "sink")
             chunk = Chunk(known.index, known.text, segment.token_ids, *known.span)
-            planned[segment.key] = PlannedChunk(segment.key, known.source, chunk, left, context)
+            keeps_state = bool(known.state) or not own
+            planned[segment.key] = PlannedChunk(segment.key, known.source, chunk, left, context, keeps_state)
     return list(planned.values())

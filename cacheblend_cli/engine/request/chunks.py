@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
+from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.citations import Citation, Citations
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -69,6 +70,11 @@ class ChunkRecords:
     def cite(self, manifest: ChunkManifest) -> Citation:
         """Return the document that contains the chunk."""
         return self._citations.of(manifest)
+
+    def keys_of(self, collection: str, source: str, context: str) -> list[bytes]:
+        """Return the keys of a document's chunks in order, [] if it is not stored in this context."""
+        record = None if self._store is None else self._reader.document(document_key(collection, source, context))
+        return [] if record is None else [chunk.key for chunk in record.chunks]
 
     @property
     def damaged_documents(self) -> bool:
@@ -149,8 +155,13 @@ def _as_input(
             same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
             codec=manifest.codec,
             computed_in=own.computed_in,
-            has_state=bool(manifest.state) and manifest.has_kv and not own.computed_in,
+            has_state=bool(manifest.state) and manifest.has_kv,
         )
+        if own.computed_in and model.spec.recurrent:
+            notes.append(
+                f"chunk {manifest.id[:12]} was computed in {own.computed_in}: its state is of no use, it is computed"
+            )
+            return to_compute(chunk, collection), manifest
         return (chunk if chunk.cached else to_compute(chunk, collection)), manifest
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
     lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first

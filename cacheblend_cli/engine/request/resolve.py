@@ -13,7 +13,7 @@ from cacheblend_store.format.codecs import is_lossless
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.events import Say
-from cacheblend_cli.engine.profile import NO_RATIO, with_own_ratio
+from cacheblend_cli.engine.profile import with_own_ratio
 from cacheblend_cli.engine.request.chunks import ChunkRecords, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -21,7 +21,7 @@ from cacheblend_cli.engine.request.request import Request, not_used
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.prompt.dates import age_note
-from cacheblend_cli.types import PLAIN, AskRequest, BlendParams
+from cacheblend_cli.types import NO_RATIO, PLAIN, AskRequest, BlendParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
@@ -111,8 +111,8 @@ def resolve(
         tiered=tiered,
         ratio_from=ratio_from,
     )
-    if in_order and (note := hybrids.check_reuse(request)) is not None:
-        notes.append(note)
+    if in_order:
+        hybrids.check_reuse(request)
     return request
 
 

@@ -84,12 +84,18 @@ def retrieve(
     fit, notes = _fitting(prompts, own, stored, ask, [hit.key for hit in found.hits], planned)
     documents = in_reading_order(found.hits, fit)
     collection = in_stored_codec(own, prompts, stored, [key for keys in documents for key in keys])
-    if lookup.order == "exact":
+    if own.model.spec.recurrent and not ask.keys:
+        from cacheblend_cli.engine.request.hybrids import from_beginning
+
+        used = _num_tokens(own, stored, ask, fit, planned)
+        source_of = {hit.key: hit.source for hit in found.hits}
+        documents = from_beginning(prompts, collection, stored, documents, source_of, ask.sampling, used, notes)
+    elif lookup.order == "exact":
         documents = exact_first(collection, stored, documents)
     keys = [key for keys in documents for key in keys]
     exact = exact_where_stored(collection, stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(found.hits, 1)}
-    ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
+    ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True) if key in rank_of}
     if found.num_damaged:
         notes.append(damaged_note(found.num_damaged))
     if found.weak:
@@ -109,18 +115,11 @@ def _fitting(
     on how many are left out. If none fits and no chunk is named, the first one stays, to be refused like a named
     chunk."""
     headroom = prompts.max_new_tokens(ask.sampling)
-
-    def size(key: bytes) -> int:
-        if key in planned:
-            return len(planned[key].chunk.token_ids)
-        return manifest.num_tokens if (manifest := stored.get(key)) else 0
-
-    used = len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history))
-    used += sum(map(size, ask.keys))
+    used = _num_tokens(own, stored, ask, (), planned)
     kept: list[bytes] = []
     for key in found:
-        if prompts.fits(used + size(key), headroom):
-            used += size(key)
+        if prompts.fits(used + _size(stored, planned, key), headroom):
+            used += _size(stored, planned, key)
             kept.append(key)
     if not (kept or ask.keys):
         kept = list(found[:1])
@@ -132,6 +131,24 @@ def _fitting(
         f"{prompts.model.name} is {prompts.context:,} tokens, {headroom:,} of them for the answer"
     )
     return kept, [note]
+
+
+def _num_tokens(
+    own: Collection,
+    stored: ChunkRecords,
+    ask: AskRequest,
+    found: Sequence[bytes],
+    planned: Mapping[bytes, PlannedChunk],
+) -> int:
+    """Return the tokens of a prompt with the named and the found chunks."""
+    chunks = sum(_size(stored, planned, key) for key in (*ask.keys, *found))
+    return len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history)) + chunks
+
+
+def _size(stored: ChunkRecords, planned: Mapping[bytes, PlannedChunk], key: bytes) -> int:
+    if key in planned:
+        return len(planned[key].chunk.token_ids)
+    return manifest.num_tokens if (manifest := stored.get(key)) else 0
 
 
 def exact_first(collection: Collection, stored: ChunkRecords, documents: list[list[bytes]]) -> list[list[bytes]]:

@@ -145,6 +145,8 @@ def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict
         raise not_generic(model_type, f"its layers have unknown kinds of RoPE: {shown(sorted(given))}")
     found = []
     for one in by_kind if nested else [given]:
+        # of images, whose positions have three parts; a text's are equal
+        one = {name: value for name, value in one.items() if name not in ("mrope_section", "mrope_interleaved")}
         found.append(rope_parameters({"rope_parameters": one}, length, head_dim, {"partial_rotary_factor": 1.0}))
         if found[-1]["rope_type"] in LENGTH_DEPENDENT:
             raise not_generic(model_type, f"its RoPE of type {found[-1]['rope_type']!r} depends on the prompt's length")
