@@ -27,8 +27,10 @@ from cacheblend_cli.engine.decode_with import llama_file
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.measured_prefill import prefill
+from cacheblend_cli.engine.worker.memory import warm_up
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.export import check_exportable
+from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.rank_shard import check_divisible
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SearchParams
 
@@ -301,3 +303,13 @@ def test_what_needs_other_states_is_refused(stored: StoredEngine) -> None:
     with pytest.raises(UsageError, match="--tensor-parallel is not implemented"):
         check_divisible(runtime.model.spec, 2)
     assert Speculation.of(stored.engine.runtime) is None
+
+
+def test_a_gpu_s_warm_up_runs(each: StoredEngine) -> None:
+    """Its prefills are computed from the beginning: nothing may be blended."""
+    decoder = each.engine.runtime.decoder
+    pool = KVPool.of(decoder, 8, 16)
+    warm_up(decoder, pool)
+    assert pool.allocator.num_used == 0
+    assert pool.states is not None
+    assert not pool.states._of

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.engine.request.chunks import ChunkRecords
-from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import AskRequest, BlendParams
 
 MOST_ADDED = 8192
 """Tokens that a search may add to a prompt, to begin with a document whose KV is restored: loading them takes a small
@@ -40,21 +39,18 @@ def check_reuse(request: Request) -> None:
 
 
 def from_beginning(
-    prompts: Prompts,
     collection: Collection,
     stored: ChunkRecords,
     documents: list[list[bytes]],
     source_of: Mapping[bytes, str],
-    sampling: SamplingParams,
-    used: int,
+    fits: Callable[[int], bool],
     notes: list[str],
 ) -> list[list[bytes]]:
     """Return the keys of a search's hits by document, with a document first that can be restored from its beginning to
-    its hits: the one with the best hit, if the prompt has room for all of that.
+    its hits: the one with the best hit, if possible.
 
-    used: tokens of the prompt with the hits alone. notes: gets one on the chunks that are added.
+    fits: returns whether the prompt has room for this many more tokens. notes: gets one on the chunks that are added.
     """
-    headroom = prompts.max_new_tokens(sampling)
     for keys in documents:
         source = source_of[keys[0]]
         every = stored.keys_of(collection.id, source, "document")
@@ -62,8 +58,8 @@ def from_beginning(
             run = every[: every.index(last) + 1] if last in every else []
             manifests = [m for key in run if (m := stored.get(key)) is not None and m.has_kv]
             more = sum(m.num_tokens for m in manifests if m.key not in keys)
-            is_whole = bool(run) and len(manifests) == len(run) and any(m.state for m in manifests)
-            if is_whole and more <= MOST_ADDED and prompts.fits(used + more, headroom):
+            is_whole = len(manifests) == len(run) and any(m.state for m in manifests)
+            if is_whole and more <= MOST_ADDED and fits(more):
                 if added := sum(key not in keys for key in run):
                     what = "1 more chunk" if added == 1 else f"{added} more chunks"
                     notes.append(

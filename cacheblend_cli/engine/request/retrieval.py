@@ -87,9 +87,13 @@ def retrieve(
     if own.model.spec.recurrent and not ask.keys:
         from cacheblend_cli.engine.request.hybrids import from_beginning
 
-        used = _num_tokens(own, stored, ask, fit, planned)
+        used, headroom = _num_tokens(own, stored, ask, fit, planned), prompts.max_new_tokens(ask.sampling)
         source_of = {hit.key: hit.source for hit in found.hits}
-        documents = from_beginning(prompts, collection, stored, documents, source_of, ask.sampling, used, notes)
+
+        def fits(more: int) -> bool:
+            return prompts.fits(used + more, headroom)
+
+        documents = from_beginning(collection, stored, documents, source_of, fits, notes)
     elif lookup.order == "exact":
         documents = exact_first(collection, stored, documents)
     keys = [key for keys in documents for key in keys]

@@ -29,6 +29,7 @@ from cacheblend_cli.types import BlendParams
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 WARM_UP_KV_LENS = (1024, 2048, 4096, 8192)  # contexts whose decode graph of one answer is captured
+STATES = 32  # of a hybrid's recurrent layers: those that the pool keeps, and as many sequences
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
 
 
@@ -116,7 +117,7 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     *chunks, suffix = WARM_UP
     codec = codec_of(codec, decoder.dtype, decoder.spec)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
-    plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
+    plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None, reuse=decoder.state_layout is None)
     sequence = pool.new_sequence(plan.num_tokens)
     try:
         checked = BlendParams(ratio=0.5, selector="hkvd" if decoder.spec.num_kv_layers > 1 else "none")
@@ -176,9 +177,9 @@ def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> 
         kv = bytes_per_token(decoder) * blocks * block_size
         activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
     per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
-    return MemoryProfile(
-        meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1
-    )
+    states = 0 if decoder.state_layout is None else STATES * decoder.state_layout.num_bytes
+    fixed = states + max(0, int(activations[1] - 2 * num_rows * per_row))
+    return MemoryProfile(meter.total, meter.used(), fixed, int(per_row) + 1)
 
 
 def blocks_that_fit(

@@ -13,7 +13,7 @@ from typing import Any
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.families import deepseek, gemma, llama, moe, qwen
 from cacheblend_cli.model.families.reader import Family
-from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, refuse_what_is_not_implemented
+from cacheblend_cli.model.families.refusals import HYBRIDS, UNSUPPORTED, check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.model_files import (
@@ -71,7 +71,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     and for a field that is missing or has the wrong type."""
     model_type = config.get("model_type")
     ours = (FAMILIES.get(model_type) or WRAPPERS.get(model_type)) if isinstance(model_type, str) else None
-    check_weights(config, ours.architectures if ours else ())
+    check_weights(config, ours.architectures if ours else (HYBRIDS.get(str(model_type), ""),))
     if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
         return _inner_spec(wrapper, config)
     known = not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.refusals import HYBRIDS
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
 from cacheblend_cli.model.families.values import LARGEST, LARGEST_INTEGER, shown, wrong_value
 from cacheblend_cli.model.model_files import AGAIN
@@ -16,10 +17,6 @@ from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
 """Parts of field names of models whose layers compute differently for long prompts."""
-HYBRIDS = (
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "olmo_hybrid", "lfm2", "lfm2_moe",
-)  # fmt: skip
-"""Models some of whose layers keep a recurrent state in place of K and V."""
 ATTENTION = ("full_attention", "sliding_attention", "attention")  # kinds of layers with K and V
 LAYER_COUNT = re.compile(r"(n|num)(_\w+)?_layers?|(decoder|encoder)_layers")
 SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_model")

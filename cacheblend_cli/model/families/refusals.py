@@ -13,8 +13,8 @@ from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import Wrapper
 
 RECURRENT = (
-    "some of its layers are recurrent or linear attention: a state of all earlier tokens replaces K and V, and "
-    "composing it is not implemented"
+    "some of its layers are recurrent or linear attention in a form that is not implemented: a state of all earlier "
+    "tokens replaces K and V"
 )
 LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another position"
 ENCODER = "it is an encoder and does not generate text"
@@ -29,7 +29,7 @@ LATENT = "it keeps K and V as a latent vector (MLA) in a form that is not implem
 
 _TYPES = {
     RECURRENT: """
-        lfm2_vl falcon_h1 jamba mamba mamba2 falcon_mamba zamba zamba2 rwkv recurrent_gemma minimax kimi_linear xlstm
+        lfm2_vl falcon_h1 bamba jamba mamba mamba2 falcon_mamba zamba zamba2 rwkv recurrent_gemma minimax kimi_linear xlstm
         bailing_hybrid
     """,
     LEARNED: "gpt2 opt gpt_bigcode gpt_neo openai-gpt xglm biogpt ctrl",
@@ -43,6 +43,12 @@ _TYPES = {
     ALIBI: "bloom mpt falcon",
     LATENT: "kimi_k25 longcat_flash axk1",
 }
+HYBRIDS = {
+    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM", "nemotron_h": "NemotronHForCausalLM", "olmo_hybrid": "OlmoHybridForCausalLM",
+    "lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM",
+}  # fmt: skip
+"""Models some of whose layers keep a recurrent state in place of K and V, with their class in transformers."""
 UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}
 
 OTHER_QUANTISATION = ("compression_config", "quantization")  # older compressed-tensors, MLX
