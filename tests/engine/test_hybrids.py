@@ -15,6 +15,7 @@ import torch
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore, verify
 from cacheblend_store.format.keys import blob_key
+from cacheblend_store.tier import SharedTier, open_tier
 from checkpoints import WORDS
 from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of
 from hub_models import HubModel, load_reference
@@ -313,3 +314,24 @@ def test_a_gpu_s_warm_up_runs(each: StoredEngine) -> None:
     assert pool.allocator.num_used == 0
     assert pool.states is not None
     assert not pool.states._of
+
+
+def test_states_come_from_a_tier(own: StoredEngine, tmp_path: Path) -> None:
+    said: list[str] = []
+    with ChunkStore.open(tmp_path / "shared", mode="write") as store:
+        tier = SharedTier(open_tier(f"file://{tmp_path}/tier", None), 60.0, said.append)
+        store.share(tier)
+        options = PrecomputeOptions(chunk_tokens=24)
+        own.engine.precompute(store, [str(tmp_path / "docs")], options, lambda event: None)
+        assert tier.flush(60.0) == 0
+        question = replace(ask(own), keys=own.keys[:2])
+        before = own.engine.run_alone(store, question)
+        store.evict_chunks([m.key for m in store.chunks(prefixes=True)])
+        answer = own.engine.run_alone(store, question)
+        assert leading(answer) == leading(before) == ["exact"] * 2
+        assert answer.tier is not None
+        assert answer.tier.taken == 3  # and the prefix
+        assert answer.generated_ids == before.generated_ids
+        assert store.has_kv(own.keys[1])
+        assert not verify(store).findings
+    assert said == []

@@ -55,8 +55,9 @@ def ask_tier(
 def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
     """Return a chunk of the tier as one with stored KV."""
     collected_len = len(collection.prefix_ids) + len(chunk.left_context_ids) + len(chunk.token_ids)
-    regular = collection.model.decoder.rope.regime(collected_len) == 0
-    return replace(chunk, cached=True, codec=collection.codec, same_regime=regular)
+    decoder = collection.model.decoder
+    regular, has_state = decoder.rope.regime(collected_len) == 0, decoder.state_layout is not None
+    return replace(chunk, cached=True, codec=collection.codec, same_regime=regular, has_state=has_state)
 
 
 def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:

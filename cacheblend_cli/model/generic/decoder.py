@@ -94,12 +94,10 @@ class GenericDecoder(Decoder):
         self.steady = "experts" not in names  # transformers multiplies each expert with only its rows
 
     def _add_recurrent(self, groups: list[RecurrentLayers], rows: Tensor) -> None:
-        """Put layers without K and V before the layer that follows them. rows: to find out what states they keep."""
+        """Put layers without K and V before the layer that follows them. rows: to find out what states they keep,
+        and to call each of their functions once, since some print a message then."""
         state: SequenceState = ({},) * sum(self.spec.recurrent)
-        for part in (
-            rows,
-            rows[:1],
-        ):  # a decode step runs other functions, each of which tells something at its first call
+        for part in (rows, rows[:1]):
             states = LaunchStates([len(part)], [state], decode=len(part) == 1)
             for group in groups:
                 group(part, states)
