@@ -27,6 +27,8 @@ EXACT = "exact"
 DEFAULT_CODEC = "int7"
 """--kv-dtype auto: the codec with the fewest bits and a KL of at most .0005 on three models (docs/fidelity.md)."""
 
+LONGEST_RUN = 32768
+"""Tokens of a document that a hybrid's chunks are collected behind: their KV is in memory meanwhile, 1 GiB of a 9B."""
 _CHUNK = 512  # tokens of a chunk, the default: scales of a chunk count to its tokens
 
 
@@ -130,7 +132,7 @@ class Collection:
         """
         rope, limit = self.model.decoder.rope, self.model.spec.max_context
         if self.model.spec.recurrent:  # a state is right only behind the whole document so far
-            wanted = limit
+            wanted = LONGEST_RUN
         if rope.switches_at is not None:
             limit = min(limit, rope.switches_at)
         return min(wanted, limit - len(self.prefix_ids))

@@ -179,7 +179,7 @@ class Answer:
     hits_cut: int = 0  # hits left out because they match far less well than the best one
     hits_repeated: int = 0  # hits left out because a better one contains their text
     accepted_tokens: int = 0  # generated tokens that prompt lookup had proposed, so that they took no step of their own
-    ratio_from: str = "given"  # "given", "auto", NO_RATIO, or "model" or "default" with the reason (engine/profile.py)
+    ratio_from: str = "given"  # "given", "auto", or "model", "default" or "none" with the reason, see engine/profile.py
 
     @property
     def tokens_per_step(self) -> float:
