@@ -18,8 +18,8 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
-from cacheblend_cli.engine.runtime import SLICE_ROWS
 from cacheblend_cli.engine.worker import prefill as runtime_prefill
+from cacheblend_cli.kv.rows import SLICE_ROWS
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.types import AskRequest, BlendParams, LayerStatus, SamplingParams
 

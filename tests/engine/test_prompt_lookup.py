@@ -304,8 +304,10 @@ def test_where_torch_multiplies_a_step_has_the_rows_of_a_padded_one(
 def test_the_setting_says_who_speculates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation.user_cache, "recall", lambda path: "")
 
-    def found(asked: int | str, device: str = "cpu", steady: bool = True, elsewhere: bool = False) -> int | str | None:
-        decoder = SimpleNamespace(device=torch.device(device), steady=steady)
+    def found(
+        asked: int | str, device: str = "cpu", steady: bool = True, elsewhere: bool = False, state: object = None
+    ) -> int | str | None:
+        decoder = SimpleNamespace(device=torch.device(device), steady=steady, state_layout=state)
         config = EngineConfig(speculate=asked)
         runtime = SimpleNamespace(config=config, decoder=decoder, async_scheduling=device == "cuda")
         with monkeypatch.context() as patch:
@@ -317,6 +319,7 @@ def test_the_setting_says_who_speculates(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert [found("auto"), found("off"), found(4)] == ["auto", None, 4]
     assert [found(asked, "cuda") for asked in ("auto", "off", 4)] == [None, None, 4]
+    assert [found(asked, state=object()) for asked in ("auto", 4)] == [None, None]
     assert [found(asked, elsewhere=True) for asked in ("auto", "off", 4)] == [None, None, 4]
     assert [found(asked, steady=False) for asked in ("auto", "off", 4)] == [None] * 3
 
