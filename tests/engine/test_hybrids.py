@@ -184,6 +184,40 @@ def test_states_are_dropped_with_their_blocks(stored: StoredEngine) -> None:
     assert not any(pool.allocator.is_used(block) for block in pool.states._of)
 
 
+def test_requests_in_any_order_are_those_of_each_alone(stored: StoredEngine) -> None:
+    """In a small pool with a prefix cache: some in several answers, some preempted."""
+    rng = random.Random(3)
+    questions = [
+        replace(
+            ask(stored, f"where does {rng.choice(('Mara', 'Jonas', 'she'))} work?", max_tokens=rng.randrange(1, 20)),
+            keys=stored.keys[(first := rng.choice((0, 0, 3, 5))) : first + rng.randrange(1, 5)],
+            history=rng.choice(((), (), ("who is Mara?", "a parrot"))),
+            blend=rng.choice((BlendParams(), BlendParams(), FULL)),
+        )
+        for _ in range(16)
+    ]
+    questions[::5] = [replace(q, sampling=replace(q.sampling, n=2, temperature=1.0, seed=1)) for q in questions[::5]]
+    expected = []
+    for question in questions:
+        alone = CoreDriver(stored, replace(ROOMY, enable_prefix_caching=False))
+        listener, _ = alone.arrive(question)
+        alone.run()
+        expected.append(ids_of(listener))
+    driver = CoreDriver(stored, Limits(pool_tokens=16 * 110, max_rows=16, max_sequences=6))
+    listeners = []
+    for question in questions:
+        listeners.append(driver.arrive(question)[0])
+        for _ in range(rng.randrange(8)):
+            driver.step()
+        decoding = [s for s in driver.core.scheduler.with_status(SequenceStatus.RUNNING) if not s.prefilling]
+        if decoding and rng.random() < 0.3:
+            driver.core.scheduler.preempt(rng.choice(decoding))
+    driver.run()
+    assert [ids_of(listener) for listener in listeners] == expected
+    assert driver.core.counts.prefix_cached > 0
+    assert driver.core.counts.preempted > 0
+
+
 def damage_state(stored: StoredEngine, key: bytes) -> None:
     manifest = stored.store.undamaged(key)
     assert manifest is not None
