@@ -17,7 +17,7 @@ from cacheblend_store import ChunkStore, verify
 from cacheblend_store.format.keys import blob_key
 from cacheblend_store.tier import SharedTier, open_tier
 from checkpoints import WORDS
-from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of
+from engine_driver import ROOMY, SAMPLING, CoreDriver, Listener, StoredEngine, cold, ids_of
 from hub_models import HubModel, load_reference
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -36,7 +36,6 @@ from cacheblend_cli.model.rank_shard import check_divisible
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SearchParams
 
 FULL = BlendParams(mode="full")
-ROOMY = Limits(pool_tokens=4096, max_rows=16)
 
 
 def open_hybrid(base: Path, model: HubModel, pages: int = 3, dtype: str = "float32") -> StoredEngine:
@@ -73,17 +72,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
 
 def ask(stored: StoredEngine, text: str = "where does Mara work?", **sampling: object) -> AskRequest:
     return AskRequest(text, stored.keys, BlendParams(), replace(SAMPLING, **sampling))
-
-
-def answer_of(driver: CoreDriver, question: AskRequest) -> Answer:
-    listener, _ = driver.arrive(question)
-    driver.run()
-    ids_of(listener)
-    return listener.done().answers[0]
-
-
-def cold(stored: StoredEngine, question: AskRequest) -> Answer:
-    return answer_of(CoreDriver(stored, replace(ROOMY, enable_prefix_caching=False)), question)
 
 
 def logits(stored: StoredEngine, question: AskRequest) -> torch.Tensor:
@@ -158,12 +146,12 @@ def test_a_swapped_answer_goes_on(each: StoredEngine) -> None:
 
 def test_the_next_turn_of_a_chat_goes_on_from_a_state(each: StoredEngine) -> None:
     driver, question = CoreDriver(each, ROOMY), ask(each)
-    first = answer_of(driver, question)
+    first = driver.answer(question)
     turn = replace(question, history=(question.question, first.text), question="and who keeps a parrot?")
-    then = answer_of(driver, turn)
+    then = driver.answer(turn)
     assert then.prefix_cache_tokens > first.prompt_tokens - 24
     assert then.generated_ids == cold(each, turn).generated_ids
-    again = answer_of(driver, turn)
+    again = driver.answer(turn)
     assert again.prefix_cache_tokens >= then.prefix_cache_tokens
     assert again.generated_ids == then.generated_ids
 
@@ -175,7 +163,7 @@ def test_states_are_dropped_with_their_blocks(stored: StoredEngine) -> None:
         replace(ask(stored, f"where does {name} work {i}?"), keys=[stored.keys[i % 9], stored.keys[(i + 1) % 9]])
         for i, name in enumerate(("Mara", "Jonas", "she", "Mara", "the lead", "Jonas") * 4)
     ]  # fmt: skip
-    found = [answer_of(driver, question) for question in questions]
+    found = [driver.answer(question) for question in questions]
     assert any(a.prefix_cache_tokens for a in found)
     assert [a.generated_ids for a in found] == [cold(stored, q).generated_ids for q in questions]
     pool = driver.core.worker._pool

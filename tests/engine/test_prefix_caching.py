@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from engine_driver import SAMPLING, CoreDriver, StoredEngine, ids_of, open_stored_engine
+from engine_driver import ROOMY, SAMPLING, CoreDriver, StoredEngine, cold, ids_of, open_stored_engine
 
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams
 
 FULL, BLEND = BlendParams(mode="full"), BlendParams(ratio=0.3)
-ROOMY = Limits(pool_tokens=4096, max_rows=16)
 LONG = "where does Mara work and who keeps a parrot at home? " * 12
 
 
@@ -24,20 +23,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
         yield stored
 
 
-def answer_of(driver: CoreDriver, question: AskRequest) -> Answer:
-    listener, _ = driver.arrive(question)
-    driver.run()
-    ids_of(listener)
-    return listener.done().answers[0]
-
-
-def cold(stored: StoredEngine, question: AskRequest) -> Answer:
-    return answer_of(CoreDriver(stored, replace(ROOMY, enable_prefix_caching=False)), question)
-
-
 def test_a_prompt_that_was_asked_before_computes_its_end(stored: StoredEngine) -> None:
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(), blend=FULL)
-    first, again = answer_of(driver, question), answer_of(driver, question)
+    first, again = driver.answer(question), driver.answer(question)
     assert first.prefix_cache_tokens == 0
     assert first.prompt_tokens - 16 <= again.prefix_cache_tokens < first.prompt_tokens
     assert again.generated_ids == first.generated_ids == cold(stored, question).generated_ids
@@ -47,9 +35,9 @@ def test_a_prompt_that_was_asked_before_computes_its_end(stored: StoredEngine) -
 
 def test_the_next_turn_of_a_chat_computes_what_is_new(stored: StoredEngine) -> None:
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(), blend=FULL)
-    first = answer_of(driver, question)
+    first = driver.answer(question)
     turn = replace(question, history=(question.question, first.text), question="and who keeps a parrot?")
-    then = answer_of(driver, turn)
+    then = driver.answer(turn)
     assert then.prefix_cache_tokens > first.prompt_tokens - 16
     assert then.generated_ids == cold(stored, turn).generated_ids
 
@@ -68,10 +56,10 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(stored: StoredEngine) -> N
 )
 def test_blended_kv_is_never_reused(stored: StoredEngine, change: object) -> None:
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(), blend=BLEND, keys=stored.keys[:5])
-    first = answer_of(driver, question)
+    first = driver.answer(question)
     assert first.exact_tokens < first.cached_tokens
     other = change(question)  # type: ignore[operator]
-    then, alone = answer_of(driver, other), cold(stored, other)
+    then, alone = driver.answer(other), cold(stored, other)
     assert then.prefix_cache_tokens <= first.chunks[1].start  # prefix and first chunk
     assert then.generated_ids == alone.generated_ids
     assert then.recomputed_tokens == alone.recomputed_tokens
@@ -79,9 +67,9 @@ def test_blended_kv_is_never_reused(stored: StoredEngine, change: object) -> Non
 
 def test_tenants_share_nothing(stored: StoredEngine) -> None:
     driver, question = CoreDriver(stored, ROOMY), AskRequest("Mara works in Bergen " * 20, [], FULL, SAMPLING)
-    answer_of(driver, question)
-    assert answer_of(driver, replace(question, salt="b")).prefix_cache_tokens == 0
-    assert answer_of(driver, question).prefix_cache_tokens > 0
+    driver.answer(question)
+    assert driver.answer(replace(question, salt="b")).prefix_cache_tokens == 0
+    assert driver.answer(question).prefix_cache_tokens > 0
 
 
 def test_cached_blocks_are_evicted_for_new_prompts(stored: StoredEngine) -> None:
@@ -91,7 +79,7 @@ def test_cached_blocks_are_evicted_for_new_prompts(stored: StoredEngine) -> None
         replace(stored.question(f"where does {name} work {i}?"), blend=FULL, keys=[stored.keys[i % 6], stored.keys[(i + 1) % 6]])
         for i, name in enumerate(("Mara", "Jonas", "she", "Mara", "the lead", "Jonas") * 3)
     ]  # fmt: skip
-    found = [answer_of(driver, question) for question in questions]
+    found = [driver.answer(question) for question in questions]
     assert any(a.prefix_cache_tokens for a in found)
     assert not all(a.prefix_cache_tokens for a in found)
     assert [a.generated_ids for a in found] == [cold(stored, q).generated_ids for q in questions]
@@ -119,14 +107,14 @@ def test_verify_does_not_change_cached_kv(stored: StoredEngine) -> None:
     [answer] = listener.done().answers
     assert answer.verify is not None
     assert answer.verify.kl < 1e-6
-    assert answer_of(driver, question).generated_ids == answer.generated_ids
+    assert driver.answer(question).generated_ids == answer.generated_ids
 
 
 def test_a_partly_cached_chunk_is_reported_once(stored: StoredEngine) -> None:
     """A prefix-cache hit that ends within a computed chunk is reported once."""
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(), blend=FULL)
-    answer_of(driver, replace(question, keys=[*stored.keys[:2], stored.keys[3]]))
-    then = answer_of(driver, question)
+    driver.answer(replace(question, keys=[*stored.keys[:2], stored.keys[3]]))
+    then = driver.answer(question)
     assert stored.engine.run_alone(stored.store, question).prompt_tokens > then.prefix_cache_tokens > 16
     assert [c.tokens for c in then.chunks] == [c.tokens for c in cold(stored, question).chunks]
 
@@ -142,7 +130,7 @@ def test_first_again_alone_and_together_are_the_same_to_the_bit(stored: StoredEn
     ]  # fmt: skip
     alone = [other.engine.run_alone(other.store, question) for question in asked]
     driver = CoreDriver(other, Limits(pool_tokens=8192))
-    first, again = ([answer_of(driver, question) for question in asked] for _ in range(2))
+    first, again = ([driver.answer(question) for question in asked] for _ in range(2))
     together = [driver.arrive(question)[0] for question in [*asked, *asked]]
     driver.run()
     batch = [listener.done().answers[0] for listener in together]

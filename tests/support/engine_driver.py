@@ -19,7 +19,7 @@ from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
 from cacheblend_cli.engine.request.request import Request
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 WAIT_S = 60.0
@@ -126,6 +126,13 @@ class CoreDriver:
         self.run()
         return ids_of(listener)
 
+    def answer(self, question: AskRequest) -> Answer:
+        """The first answer, with the others run to their end."""
+        listener, _ = self.arrive(question)
+        self.run()
+        ids_of(listener)
+        return listener.done().answers[0]
+
 
 def ids_of(listener: Listener) -> list[list[int]]:
     last = listener.last.result(0)
@@ -133,3 +140,11 @@ def ids_of(listener: Listener) -> list[list[int]]:
     assert last.ended is None
     assert [listener.text(i) for i in range(len(last.answers))] == [a.text for a in last.answers]
     return [a.generated_ids for a in last.answers]
+
+
+ROOMY = Limits(pool_tokens=4096, max_rows=16)
+
+
+def cold(stored: StoredEngine, question: AskRequest) -> Answer:
+    """The first answer of a new core without a prefix cache."""
+    return CoreDriver(stored, replace(ROOMY, enable_prefix_caching=False)).answer(question)
