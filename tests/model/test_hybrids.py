@@ -17,6 +17,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.generic_check import check_generic
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.generic.decoder import GenericDecoder
+from cacheblend_cli.model.generic.recurrent import _Held
 from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.model.states import LaunchStates, StateLayout
 
@@ -108,3 +109,15 @@ def test_a_config_as_nvidia_writes_it(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(written))
     with pytest.raises(UsageError, match="needs its own code"):
         loaded(tmp_path / "m")
+
+
+def test_states_are_read_as_transformers_5_20_reads_them() -> None:
+    """Where modules take attributes of the cache's layers."""
+    held = _Held({"conv0": torch.ones(1, 2, 3), "recurrent0": torch.zeros(1, 4)})
+    layer = held.layers[7]
+    assert not layer.record_past
+    assert torch.equal(layer.conv_states[0], torch.ones(1, 2, 3))
+    assert torch.equal(layer.recurrent_states[0], torch.zeros(1, 4))
+    assert held.has_previous_state(7)
+    assert not _Held({}).has_previous_state(7)
+    assert _Held({}).layers[7].conv_states == [None]

@@ -137,12 +137,8 @@ class Speculation:
         whose state after a wrong proposal cannot be taken back."""
         asked, decoder = runtime.config.speculate, runtime.decoder
         on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling and not elsewhere
-        if (
-            not decoder.steady
-            or decoder.state_layout is not None
-            or asked == "off"
-            or not (on_cpu or isinstance(asked, int))
-        ):
+        possible = decoder.steady and decoder.state_layout is None
+        if not possible or asked == "off" or not (on_cpu or isinstance(asked, int)):
             return None
         return cls(runtime, asked if isinstance(asked, int) else None)
 

@@ -162,14 +162,10 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
 
 
 def _can_estimate(runtime: Runtime, request: Request) -> bool:
-    blend = request.blend
-    return (
-        blend.mode != "full"
-        and not request.plan.in_order
-        and not blend.checks
-        and bool(request.plan.cached_tokens)
-        and runtime.decoder.part.is_whole
-    )
+    blend, plan = request.blend, request.plan
+    if blend.mode == "full" or blend.checks or plan.in_order:
+        return False
+    return bool(plan.cached_tokens) and runtime.decoder.part.is_whole
 
 
 def workload(request: Request) -> Workload:

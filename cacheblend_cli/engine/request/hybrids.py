@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from cacheblend_cli.corpus.places import shown
@@ -43,13 +43,13 @@ def from_beginning(
     stored: ChunkRecords,
     documents: list[list[bytes]],
     source_of: Mapping[bytes, str],
-    fits: Callable[[int], bool],
+    room: int,
     notes: list[str],
 ) -> list[list[bytes]]:
     """Return the keys of a search's hits by document, with a document first that can be restored from its beginning to
     its hits: the one with the best hit, if possible.
 
-    fits: returns whether the prompt has room for this many more tokens. notes: gets one on the chunks that are added.
+    room: tokens that fit the prompt beside the hits. notes: gets one on the chunks that are added.
     """
     for keys in documents:
         source = source_of[keys[0]]
@@ -59,7 +59,7 @@ def from_beginning(
             manifests = [m for key in run if (m := stored.get(key)) is not None and m.has_kv]
             more = sum(m.num_tokens for m in manifests if m.key not in keys)
             is_whole = len(manifests) == len(run) and any(m.state for m in manifests)
-            if is_whole and more <= MOST_ADDED and fits(more):
+            if is_whole and more <= min(MOST_ADDED, room):
                 if added := sum(key not in keys for key in run):
                     what = "1 more chunk" if added == 1 else f"{added} more chunks"
                     notes.append(

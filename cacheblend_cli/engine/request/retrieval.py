@@ -87,13 +87,9 @@ def retrieve(
     if own.model.spec.recurrent and not ask.keys:
         from cacheblend_cli.engine.request.hybrids import from_beginning
 
-        used, headroom = _num_tokens(own, stored, ask, fit, planned), prompts.max_new_tokens(ask.sampling)
+        used = _num_tokens(own, stored, ask, fit, planned) + prompts.max_new_tokens(ask.sampling)
         source_of = {hit.key: hit.source for hit in found.hits}
-
-        def fits(more: int) -> bool:
-            return prompts.fits(used + more, headroom)
-
-        documents = from_beginning(collection, stored, documents, source_of, fits, notes)
+        documents = from_beginning(collection, stored, documents, source_of, prompts.context - used, notes)
     elif lookup.order == "exact":
         documents = exact_first(collection, stored, documents)
     keys = [key for keys in documents for key in keys]

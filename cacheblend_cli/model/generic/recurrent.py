@@ -8,6 +8,7 @@ without any state (an MLP or experts alone) are the same, with nothing in their 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,8 +60,22 @@ def _decoded(
 class _Held:
     """A layer's part of transformers' `Cache`, as its recurrent modules use it. They may write to the tensors."""
 
+    record_past = False
+
     def __init__(self, states: LayerState) -> None:
         self.states = dict(states)
+        self.layers = defaultdict[int, _Held](lambda: self)  # these are read by transformers before 5.21
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.get_conv_state(0)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.get_recurrent_state(0)]
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return f"conv{state_idx}" in self.states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.get(f"conv{state_idx}")
