@@ -296,6 +296,18 @@ def test_a_document_that_lost_a_chunk_is_collected_again_to_the_bit(own: StoredE
     assert digests() == before
 
 
+def test_a_chunk_collected_behind_another_document_is_exact_there(own: StoredEngine) -> None:
+    """As a second copy, in context `neighbours`."""
+    docs, options = own.store.path.parent / "docs", PrecomputeOptions(context="neighbours", neighbours=1)
+    own.engine.precompute(own.store, [str(docs)], options, lambda event: None)
+    first = {m.token_ids: m for key in own.keys if (m := own.store.undamaged(key)) and not m.left_context_ids}
+    behind = [m for m in own.store.chunks() if m.context == "neighbours"]
+    found = next(m for m in behind if m.left_context_ids in first and m.source != first[m.left_context_ids].source)
+    question = replace(ask(own), keys=[first[found.left_context_ids].key, found.key])
+    assert leading(own.engine.run_alone(own.store, question)) == ["exact", "exact"]
+    assert torch.equal(logits(own, question), logits(own, replace(question, blend=FULL)))
+
+
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "ratio": ({"blend": BlendParams(ratio=0.3)}, "no ratio"),
     "selector": ({"blend": BlendParams(selector="hkvd")}, "no ratio"),
