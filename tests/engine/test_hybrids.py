@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import hub_hybrids
 import pytest
 import torch
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore, verify
+from cacheblend_store.format.blobs import encode_blob
 from cacheblend_store.format.keys import blob_key
+from cacheblend_store.format.records import layer_spec
 from cacheblend_store.tier import SharedTier, open_tier
 from checkpoints import WORDS
 from engine_driver import ROOMY, SAMPLING, CoreDriver, Listener, StoredEngine, cold, ids_of
@@ -22,7 +25,7 @@ from hub_models import HubModel, load_reference
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.sequence import SequenceStatus
+from cacheblend_cli.engine.core.sequence import SequenceStatus, provenance_of
 from cacheblend_cli.engine.core.speculation import Speculation
 from cacheblend_cli.engine.decode_with import llama_file
 from cacheblend_cli.engine.engine import Engine
@@ -33,6 +36,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.export import check_exportable
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.rank_shard import check_divisible
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SearchParams
 
 FULL = BlendParams(mode="full")
@@ -245,6 +249,34 @@ def test_a_damaged_state_is_computed_and_said_and_stored_again(own: StoredEngine
     assert not verify(own.store).findings
 
 
+def test_a_record_with_a_state_of_another_dtype_is_computed_and_said(own: StoredEngine) -> None:
+    found = own.store.get_blobs(own.keys[0])
+    assert found is not None
+    manifest, blobs = found
+    other = replace(manifest, state=tuple(("BF16", shape) for _, shape in manifest.state))
+    spec = layer_spec(other, other.num_layers)
+    forged = encode_blob(spec, {name: bytes(tensor.num_bytes) for name, tensor in spec.items()})
+    own.store.put_chunks([(other, [*blobs[:-1], forged])])
+    answer = own.engine.run_alone(own.store, replace(ask(own), keys=own.keys[:1]), AskOptions(save=False))
+    assert leading(answer) == ["computed"]
+    assert any("no state of this model's recurrent layers in this dtype" in note for note in answer.notes)
+
+
+def test_slices_that_end_elsewhere_are_other_kv(stored: StoredEngine) -> None:
+    """The same tokens, once with a chunk's end among them: they round differently."""
+
+    def slices(*sizes: int) -> tuple[bytes, ...]:
+        chunks = [ChunkInput(bytes([n]), "", tuple(range(n)), cached=False) for n in sizes]
+        plan = plan_prompt([], chunks, [1] * 40, in_order=True)
+        request = SimpleNamespace(plan=plan, collection=SimpleNamespace(salt=""))
+        state = SimpleNamespace(request=request, num_prompt_tokens=plan.num_tokens)
+        return provenance_of(state, 16).slices  # type: ignore[arg-type]
+
+    one, two = slices(32), slices(20, 12)
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+
+
 def test_kv_of_another_dtype_is_computed_and_said(own: StoredEngine) -> None:
     other = Engine.load(EngineConfig(model=str(own.engine.model.path), dtype="bfloat16", block_size=16))
     answer = other.run_alone(own.store, replace(ask(own), keys=own.keys[:2]), AskOptions(save=False))
@@ -280,7 +312,9 @@ def test_states_of_some_chunks_are_enough(own: StoredEngine, tmp_path: Path) -> 
         assert all(bool(m.state) == (m.index % 2 == 1 or m.index == last[m.source]) for m in manifests)
         assert len({bool(m.state) for m in manifests}) == 2
         sparse, question = replace(own, store=store), replace(ask(own), keys=own.keys[:3])
-        assert leading(own.engine.run_alone(store, question)) == ["exact", "exact", "computed"]
+        answer = own.engine.run_alone(store, question)
+        assert leading(answer) == ["exact", "exact", "computed"]
+        assert answer.notes == []  # nothing was damaged, nothing is stored again
         assert torch.equal(logits(sparse, question), logits(own, replace(question, blend=FULL)))
         assert leading(own.engine.run_alone(store, question)) == ["exact", "exact", "computed"]
         assert not verify(store).findings
