@@ -4,6 +4,7 @@ tests/engine/test_hybrids.py."""
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,12 @@ def test_states_are_read_as_transformers_5_20_reads_them() -> None:
     assert held.has_previous_state(7)
     assert not _Held({}).has_previous_state(7)
     assert _Held({}).layers[7].conv_states == [None]
+
+
+def test_a_layer_s_states_are_freed_at_once() -> None:
+    """Not with the next garbage collection: they take megabytes, in each layer and step."""
+    held = _Held({"conv0": torch.ones(1, 2, 3)})
+    assert held.layers[3] is held
+    gone = weakref.ref(held)
+    del held
+    assert gone() is None

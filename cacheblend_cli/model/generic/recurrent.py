@@ -9,7 +9,7 @@ without any state (an MLP or experts alone) are the same, with nothing in their 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,11 @@ class _Held:
 
     def __init__(self, states: LayerState) -> None:
         self.states = dict(states)
-        self.layers = defaultdict[int, _Held](lambda: self)  # these are read by transformers before 5.21
+
+    @property
+    def layers(self) -> Mapping[int, _Held]:
+        """Itself at any index, and its attributes below: what modules of transformers before 5.21 read."""
+        return defaultdict(lambda: self)
 
     @property
     def conv_states(self) -> list[Tensor | None]:
