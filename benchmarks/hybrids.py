@@ -5,7 +5,8 @@
 Qwen3.5-0.8B's shape with random weights: 18 of its 24 layers have a state of gated DeltaNet in place of K and V. 2,000
 tokens in one document or in five, cut into chunks of at most 512; a question of some 30 tokens. Documents are collected
 in a process of its own. Then a new process asks: once in each mode to warm up, then in turn in both modes. A single
-question has a pool of its own, so nothing comes from the prefix cache. Logits of both modes are compared bit by bit.
+question has a pool of its own, so nothing comes from the prefix cache. Then 32 tokens are decoded, and the logits of
+both modes are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,8 @@ def ask(model: Path, folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
             answer = engine.run_alone(store, requests[mode], AskOptions(save=False))
             if number:
                 seconds[mode].append(answer.timing.ttft_s)
+    longer = replace(requests["blend"], sampling=SamplingParams(max_tokens=33, ignore_eos=True))
+    decoded = engine.run_alone(store, longer, AskOptions(save=False))
     for mode in MODES:
         done = engine.hold_prefill(engine.resolve(store, requests[mode]))
         logits[mode] = done.result.logits
@@ -131,6 +135,7 @@ def ask(model: Path, folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
         "load_s": round(load_s, 1), "prompt_tokens": plan.num_tokens, "restored_tokens": plan.stored_until,
         "restored_ttft_s": found["blend"], "full_ttft_s": found["full"], "share": round(found["blend"] / found["full"], 3),
         "ttft_s": {mode: [round(s, 4) for s in of] for mode, of in seconds.items()}, "dtype": dtype,
+        "decode_tokens_per_s": round(decoded.timing.decode_tokens_per_s, 1),
         "same_bits": torch.equal(logits["blend"], logits["full"]),
     }  # fmt: skip
 
