@@ -16,6 +16,7 @@ from cacheblend_store import ChunkStore, StoreNoSpace
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import StoreFault, UsageError
+from cacheblend_cli.evaluation.profile import check_blends
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import (
     FirstToken,
@@ -121,6 +122,7 @@ def bench(
     """Collect the chunks into a temporary store, then run every setting and a decode once per round. settings: a full
     prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of the system's
     temporary folder is too small."""
+    check_blends(engine)
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:
         policy_of(setting.blend, model.spec.num_kv_layers, True)  # refused before anything is computed

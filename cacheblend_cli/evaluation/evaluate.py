@@ -21,6 +21,7 @@ from cacheblend_cli.evaluation.measures import (
     run_full,
     run_setting,
 )
+from cacheblend_cli.evaluation.profile import check_blends
 from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
@@ -73,6 +74,7 @@ def evaluate(
     """Collect the samples' chunks and measure every setting on every sample. Full prefill runs once per sample; without
     a full setting one is added first. Samples that are too long for the model are skipped. Raises UsageError if two
     settings have the same label."""
+    check_blends(engine)
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
     if twice := {label for label in labels if labels.count(label) > 1}:

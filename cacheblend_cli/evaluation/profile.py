@@ -49,6 +49,13 @@ class FullAnswer:
     seconds: float  # prefill and answer
 
 
+def check_blends(engine: Engine) -> None:
+    """Raise NotFoundError for a model whose KV is never blended."""
+    if engine.model.spec.recurrent:
+        reason = "has recurrent layers: nothing is blended, so there is nothing to measure"
+        raise NotFoundError(f"{engine.model.name} {reason}", "ask --verify compares an answer with a full prefill")
+
+
 def measure_profile(
     engine: Engine,
     store: ChunkStore,
@@ -65,10 +72,7 @@ def measure_profile(
     ask: search parameters and blending, except for the ratio. questions: questions to use instead of general ones. say:
     called with the maximum duration. Raises NotFoundError for too few prompts.
     """
-    if engine.model.spec.recurrent:
-        raise NotFoundError(
-            f"{engine.model.name} needs none: nothing is blended", "its recurrent layers need every token in order"
-        )
+    check_blends(engine)
     kl_mean, kl_p90 = limits
     asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
     requests = list(usable(engine, asked, len(questions) or PROMPTS))

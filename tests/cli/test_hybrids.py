@@ -79,3 +79,12 @@ def test_fewer_states_are_stored_on_request(cli: Callable[..., Any], store: tupl
 
     assert num_bytes(str(tmp_path / "few"), "--state-every", "4") < num_bytes(str(tmp_path / "all"))
     assert cli("precompute", str(tmp_path / "docs"), "--state-every", "0", *store).code == 2
+
+
+def test_there_is_nothing_to_compare(cli: Callable[..., Any], store: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "who is Mara?", "answer": "Mara"}\n')
+    for command in (("eval", str(tmp_path / "q.jsonl"), *store), ("bench", *store[:2], "--tokens", "64")):
+        told = cli(*command)
+        assert told.code == 3
+        assert "has recurrent layers" in told.err
+        assert "nothing is blended" in told.err

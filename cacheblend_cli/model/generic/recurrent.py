@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,23 +61,14 @@ def _decoded(
 class _Held:
     """A layer's part of transformers' `Cache`, as its recurrent modules use it. They may write to the tensors."""
 
-    record_past = False
-
     def __init__(self, states: LayerState) -> None:
         self.states = dict(states)
 
     @property
-    def layers(self) -> Mapping[int, _Held]:
-        """Itself at any index, and its attributes below: what modules of transformers before 5.21 read."""
-        return defaultdict(lambda: self)
-
-    @property
-    def conv_states(self) -> list[Tensor | None]:
-        return [self.get_conv_state(0)]
-
-    @property
-    def recurrent_states(self) -> list[Tensor | None]:
-        return [self.get_recurrent_state(0)]
+    def layers(self) -> Mapping[int, SimpleNamespace]:
+        """What modules of transformers before 5.21 read, at any index."""
+        states = {"conv_states": [self.get_conv_state(0)], "recurrent_states": [self.get_recurrent_state(0)]}
+        return defaultdict(lambda: SimpleNamespace(record_past=False, **states))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
         return f"conv{state_idx}" in self.states
