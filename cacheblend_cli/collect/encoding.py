@@ -10,7 +10,7 @@ from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
-from cacheblend_store.format.blobs import TensorSpec, blob_prefix, blob_spec, encode_blob
+from cacheblend_store.format.blobs import blob_prefix, blob_spec, encode_blob, state_spec
 from cacheblend_store.format.codecs import check_finite, coded_unchecked, encode_kv
 from torch import Tensor
 
@@ -139,7 +139,7 @@ def encode_state(state: SequenceState) -> bytes:
     from cacheblend_cli.model.states import StateLayout
 
     layout = StateLayout.of(state)
-    spec = {str(i): TensorSpec(*tensor) for i, tensor in enumerate(layout.stored)}
+    spec = state_spec(layout.stored)
     return encode_blob(spec, dict(zip(spec, layout.to_bytes(state), strict=True)))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+from cacheblend_store.format.blobs import PLAIN
 from torch import Tensor
 
 LayerState = Mapping[str, Tensor]
@@ -14,8 +15,6 @@ LayerState = Mapping[str, Tensor]
 first token. Its tensors are never written to."""
 SequenceState = tuple[LayerState, ...]
 """States of all recurrent layers of a model, after a token of a sequence."""
-
-STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
 
 @dataclass
@@ -69,7 +68,7 @@ class StateLayout:
     @property
     def stored(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Dtype and shape of each tensor, as in a chunk's record."""
-        return tuple((STORED_AS[t.dtype], t.shape) for t in self.tensors)
+        return tuple((PLAIN[str(t.dtype).removeprefix("torch.")], t.shape) for t in self.tensors)
 
     def to_bytes(self, state: SequenceState) -> list[bytes]:
         """Return the data of each tensor."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import KeyParts, chunk_key, collection_id
-from cacheblend_store.format.blobs import BlobSpec, TensorSpec, blob_size, blob_spec
+from cacheblend_store.format.blobs import BlobSpec, blob_size, blob_spec, state_spec
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.spec import ModelSpec
@@ -167,9 +167,7 @@ class Collection:
     @cached_property
     def _state_bytes(self) -> list[int]:
         layout = self.model.decoder.state_layout
-        if layout is None:
-            return []
-        return [blob_size({str(i): TensorSpec(*tensor) for i, tensor in enumerate(layout.stored)})]
+        return [] if layout is None else [blob_size(state_spec(layout.stored))]
 
     def _layers(self, num_tokens: int, codec: str = "") -> list[BlobSpec]:
         return [blob_spec(codec or self.codec, num_tokens, *heads) for heads in self.model.spec.kv_shapes]

@@ -22,7 +22,7 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
 )
-from cacheblend_store.format.blobs import TensorSpec, blob_spec, encode_blob
+from cacheblend_store.format.blobs import blob_spec, encode_blob, state_spec
 from cacheblend_store.format.keys import pack_ids
 from stored_texts import forget
 
@@ -55,7 +55,7 @@ def make_chunk(seed: int, version: int = 0) -> tuple[ChunkManifest, tuple[bytes,
     )
     state = STATE if seed % 7 == 6 else ()
     if state:
-        tensors = {str(i): TensorSpec(*tensor) for i, tensor in enumerate(state)}
+        tensors = state_spec(state)
         blobs += (encode_blob(tensors, {name: rng.randbytes(t.num_bytes) for name, t in tensors.items()}),)
     manifest = ChunkManifest(
         key=key_of(seed), token_ids=ids, text=f"{seed} {version}", model="model", model_name="m", tokenizer="tokenizer",

@@ -158,9 +158,7 @@ def _as_input(
             has_state=bool(manifest.state) and manifest.has_kv,
         )
         if own.computed_in and model.spec.recurrent:
-            notes.append(
-                f"chunk {manifest.id[:12]} was computed in {own.computed_in}: its state is of no use, it is computed"
-            )
+            notes.append(f"chunk {manifest.id[:12]} was computed in {own.computed_in}: it is computed again")
             return to_compute(chunk, collection), manifest
         return (chunk if chunk.cached else to_compute(chunk, collection)), manifest
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))

@@ -31,8 +31,10 @@ class RecurrentLayers:
         padded."""
         for number, module in enumerate(self.modules, self._first):
             before = [state[number] for state in states.before]
-            run = _decoded if states.decode else _prefilled
-            hidden, after = run(module, hidden, before, states.counts)
+            if states.decode:
+                hidden, after = _decoded(module, hidden, before)
+            else:
+                hidden, after = _prefilled(module, hidden, before, states.counts)
             states.after.append(after)
         return hidden
 
@@ -48,9 +50,7 @@ def _prefilled(
     return torch.cat(outputs), after
 
 
-def _decoded(
-    module: GenericModule, hidden: Tensor, before: Sequence[LayerState], counts: Sequence[int]
-) -> tuple[Tensor, list[LayerState]]:
+def _decoded(module: GenericModule, hidden: Tensor, before: Sequence[LayerState]) -> tuple[Tensor, list[LayerState]]:
     """Compute all sequences at once. The states of padding are copies of the first one's, and are dropped."""
     each = [*before, *[before[0]] * (len(hidden) - len(before))]
     held = _Held({name: torch.cat([state[name] for state in each]) for name in before[0]})

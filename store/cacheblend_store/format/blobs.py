@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -76,6 +76,11 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
         mean = TensorSpec("BF16", (1, num_kv_heads, head_dim))
         return MappingProxyType({**codes, "k_scale": scale, "v_scale": scale, "k_mean": mean})
     raise BadBlob(f"unknown codec {codec!r}", f"known: {', '.join(CODECS)}")
+
+
+def state_spec(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> BlobSpec:
+    """Return the tensors of a state, named by their number. tensors: dtype and shape of each."""
+    return {str(i): TensorSpec(*tensor) for i, tensor in enumerate(tensors)}
 
 
 def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes:

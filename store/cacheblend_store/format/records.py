@@ -14,7 +14,7 @@ from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
 
 from cacheblend_store.errors import BadBlob, StoreError
-from cacheblend_store.format.blobs import PLAIN, BlobSpec, TensorSpec, blob_spec
+from cacheblend_store.format.blobs import PLAIN, BlobSpec, blob_spec, state_spec
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
 from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, dump_object, load_object, typed
 
@@ -173,9 +173,9 @@ class Memo:
 
 
 def layer_spec(manifest: ChunkManifest, layer: int) -> BlobSpec:
-    """Return the tensors of a layer; behind the last layer, those of the state, named by their number."""
+    """Return the tensors of a layer; behind the last layer, those of the state."""
     if layer == manifest.num_layers:
-        return {str(i): TensorSpec(*tensor) for i, tensor in enumerate(manifest.state)}
+        return state_spec(manifest.state)
     return blob_spec(manifest.codec, manifest.num_tokens, *manifest.shapes[layer])
 
 
