@@ -227,7 +227,7 @@ def own(tmp_path: Path) -> Iterator[StoredEngine]:
     stored.store.close()
 
 
-def leading(answer: Answer) -> list[str]:
+def statuses(answer: Answer) -> list[str]:
     return [chunk.status for chunk in answer.chunks]
 
 
@@ -236,16 +236,16 @@ def test_a_damaged_state_is_computed_and_said_and_stored_again(own: StoredEngine
     damage_state(own, own.keys[1])
     third = own.engine.run_alone(own.store, question, AskOptions(save=False))
     assert third.generated_ids == expected.generated_ids  # the state after a later chunk is right
-    last = leading(expected).count("exact") - 1
+    last = statuses(expected).count("exact") - 1
     damage_state(own, own.keys[last])
     answer = own.engine.run_alone(own.store, question)
-    assert leading(answer) == ["exact"] * last + ["computed"] * (len(own.keys) - last)
+    assert statuses(answer) == ["exact"] * last + ["computed"] * (len(own.keys) - last)
     assert answer.generated_ids == expected.generated_ids
     [said, stored_again] = answer.notes
     assert own.keys[last].hex()[:12] in said
     assert "digest" in said
     assert "stored the KV" in stored_again
-    assert leading(own.engine.run_alone(own.store, question)) == leading(expected)
+    assert statuses(own.engine.run_alone(own.store, question)) == statuses(expected)
     assert not verify(own.store).findings
 
 
@@ -258,7 +258,7 @@ def test_a_record_with_a_state_of_another_dtype_is_computed_and_said(own: Stored
     forged = encode_blob(spec, {name: bytes(tensor.num_bytes) for name, tensor in spec.items()})
     own.store.put_chunks([(other, [*blobs[:-1], forged])])
     answer = own.engine.run_alone(own.store, replace(ask(own), keys=own.keys[:1]), AskOptions(save=False))
-    assert leading(answer) == ["computed"]
+    assert statuses(answer) == ["computed"]
     assert any("no state of this model's recurrent layers in this dtype" in note for note in answer.notes)
 
 
@@ -280,7 +280,7 @@ def test_slices_that_end_elsewhere_are_other_kv(stored: StoredEngine) -> None:
 def test_kv_of_another_dtype_is_computed_and_said(own: StoredEngine) -> None:
     other = Engine.load(EngineConfig(model=str(own.engine.model.path), dtype="bfloat16", block_size=16))
     answer = other.run_alone(own.store, replace(ask(own), keys=own.keys[:2]), AskOptions(save=False))
-    assert leading(answer) == ["computed"] * 2
+    assert statuses(answer) == ["computed"] * 2
     assert sum("was computed in float32" in note for note in answer.notes) == 2
 
 
@@ -288,7 +288,7 @@ def test_its_kv_is_never_used_by_an_attention_model(own: StoredEngine, tmp_path:
     HubModel("llama").write(tmp_path / "llama")
     other = Engine.load(EngineConfig(model=str(tmp_path / "llama"), block_size=16))
     answer = other.run_alone(own.store, replace(ask(own), keys=own.keys[:2]), AskOptions(save=False))
-    assert leading(answer) == ["computed"] * 2
+    assert statuses(answer) == ["computed"] * 2
 
 
 def test_a_search_begins_with_the_best_document(own: StoredEngine) -> None:
@@ -313,10 +313,10 @@ def test_states_of_some_chunks_are_enough(own: StoredEngine, tmp_path: Path) -> 
         assert len({bool(m.state) for m in manifests}) == 2
         sparse, question = replace(own, store=store), replace(ask(own), keys=own.keys[:3])
         answer = own.engine.run_alone(store, question)
-        assert leading(answer) == ["exact", "exact", "computed"]
+        assert statuses(answer) == ["exact", "exact", "computed"]
         assert answer.notes == []  # nothing was damaged, nothing is stored again
         assert torch.equal(logits(sparse, question), logits(own, replace(question, blend=FULL)))
-        assert leading(own.engine.run_alone(store, question)) == ["exact", "exact", "computed"]
+        assert statuses(own.engine.run_alone(store, question)) == ["exact", "exact", "computed"]
         assert not verify(store).findings
 
 
@@ -338,7 +338,7 @@ def test_a_chunk_collected_behind_another_document_is_exact_there(own: StoredEng
     behind = [m for m in own.store.chunks() if m.context == "neighbours"]
     found = next(m for m in behind if m.left_context_ids in first and m.source != first[m.left_context_ids].source)
     question = replace(ask(own), keys=[first[found.left_context_ids].key, found.key])
-    assert leading(own.engine.run_alone(own.store, question)) == ["exact", "exact"]
+    assert statuses(own.engine.run_alone(own.store, question)) == ["exact", "exact"]
     assert torch.equal(logits(own, question), logits(own, replace(question, blend=FULL)))
 
 
@@ -396,7 +396,7 @@ def test_states_come_from_a_tier(own: StoredEngine, tmp_path: Path) -> None:
         before = own.engine.run_alone(store, question)
         store.evict_chunks([m.key for m in store.chunks(prefixes=True)])
         answer = own.engine.run_alone(store, question)
-        assert leading(answer) == leading(before) == ["exact"] * 2
+        assert statuses(answer) == statuses(before) == ["exact"] * 2
         assert answer.tier is not None
         assert answer.tier.taken == 3  # and the prefix
         assert answer.generated_ids == before.generated_ids
