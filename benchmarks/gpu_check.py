@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
@@ -127,12 +128,21 @@ def unpack(pack: Path, folder: Path) -> None:
         if hashlib.blake2b((pack / name).read_bytes(), digest_size=16).hexdigest() != digest:
             raise SystemExit(f"error: {pack / name} is damaged: pack it again")
     install(pack / "wheels", folder / "site")
+    name_this_tree(folder / "site")
     if (kernels := pack / "triton.tar.xz").exists():
         read_archive(kernels, folder / "triton")
         os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     for name, version in manifest["versions"].items():
         if version_of(name) != version:
             print(f"warning: packed for {name} {version}, here is {version_of(name) or 'none'}", file=sys.stderr)
+
+
+def name_this_tree(site: Path) -> None:
+    """Say in `site` which version the tree is, as its installation does."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    metadata = site / f"cacheblend-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: cacheblend\nVersion: {version}\n", encoding="utf-8")
 
 
 def compile_reads() -> None:

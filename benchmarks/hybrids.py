@@ -70,8 +70,8 @@ def main() -> None:
     arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def write_documents(folder: Path, count: int) -> None:
-    """Write documents of TOKENS in all, of the demo's words."""
+def write_documents(folder: Path, count: int, tokens: int = TOKENS) -> None:
+    """Write documents of so many tokens in all, of the demo's words."""
     from cacheblend_cli.demo import model_dir
     from cacheblend_cli.model.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def write_documents(folder: Path, count: int) -> None:
     words, rng = " ".join(page.read_text() for page in pages).split(), random.Random(0)
     tokenizer = Tokenizer(model_dir(), 1 << 20)
     for number in range(count):
-        ids = tokenizer.encode_text(" ".join(rng.choice(words) for _ in range(2 * TOKENS)))[: TOKENS // count]
+        ids = tokenizer.encode_text(" ".join(rng.choice(words) for _ in range(2 * tokens)))[: tokens // count]
         (folder / f"{number}.md").write_text(tokenizer.decode(ids) + "\n")
 
 

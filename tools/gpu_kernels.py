@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 CPU = torch.device("cpu")
 NUM_SMS = 132  # of an H100 and an H200
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "handbook")
+HYBRID = "qwen3.5-0.8b"
 ROOM = 4  # blocks of the pool that a warm-up takes
 LAYERS, VOCABULARY = 2, 512  # of the models that are launched: no kernel depends on them
 
@@ -96,10 +97,15 @@ def libcuda_stub(folder: Path) -> str:
 def works(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield every kernel check, and every model's warm-up."""
     from gpu import checks as kernel_checks
+    from gpu.families import settings_of
 
     backend = TritonBackend(CPU, arch=arch, num_sms=NUM_SMS)
     for name in MODELS:
         yield name, lambda name=name: warm_up_model(name, backend)
+    yield HYBRID, lambda: warm_up_hybrid(backend)
+    for model, attention_backend in settings_of(torch.device("cuda")):
+        if attention_backend == "triton":
+            yield model.name, lambda model=model: warm_up_family(model, backend)
     kernel_checks._backends = lambda device: [backend]
     kernel_checks.attention_reference = lambda inputs, params: inputs.q
     kernel_checks.row_error = lambda got, want: 0.0
@@ -134,6 +140,39 @@ def warm_up_model(name: str, backend: TritonBackend) -> None:
     layer = decoder.layers[0]
     q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=torch.bfloat16)
     backend.warm_up(q, pool.layers[0], layer.attention, spec.max_context)
+
+
+def warm_up_family(model: Any, backend: TritonBackend) -> None:
+    """Launch what the engine's warm-up launches for a small model (`hub_models.HubModel`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.write(Path(folder) / "model")
+        warm_up_checkpoint(Path(folder) / "model", backend, "float32", block_size=16)
+
+
+def warm_up_hybrid(backend: TritonBackend) -> None:
+    """Launch what the engine's warm-up launches for HYBRID's heads: its kernels depend on nothing else."""
+    from gpu.hybrid import NARROW, write_random
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_random(Path(folder) / "model", HYBRID, NARROW, CPU, torch.bfloat16)
+        warm_up_checkpoint(Path(folder) / "model", backend, "bfloat16", block_size=64)
+
+
+def warm_up_checkpoint(path: Path, backend: TritonBackend, dtype: str, block_size: int) -> None:
+    from cacheblend_cli.engine.worker.memory import warm_up
+    from cacheblend_cli.kv.pool import KVPool
+    from cacheblend_cli.model import loading
+
+    select, loading._kernels = loading._kernels, lambda *_: backend
+    try:
+        decoder = loading.load_model(path, path.name, CPU, loading.Precision(dtype), "triton").decoder
+    finally:
+        loading._kernels = select
+    pool = KVPool.of(decoder, max(ROOM, 256 // block_size), block_size)
+    warm_up(decoder, pool)
+    for layer, cache in zip(decoder.layers, pool.layers, strict=True):
+        q = torch.zeros(1, decoder.spec.num_heads, cache.k.shape[-1], dtype=decoder.dtype)
+        backend.warm_up(q, cache, layer.attention, decoder.spec.max_context)
 
 
 def main() -> int:

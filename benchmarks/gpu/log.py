@@ -182,7 +182,8 @@ def add_speedups(times: list[dict[str, Any]]) -> None:
     for row in times:
         if row["case"] != "full" and (whole := full.get((row["step"], row["length"]))):
             row["speedup"] = whole["seconds"] / row["seconds"]
-            row["speedup_ceiling"] = whole["floor_s"] / row["floor_s"]
+            if "floor_s" in row:
+                row["speedup_ceiling"] = whole["floor_s"] / row["floor_s"]
 
 
 def plain(value: Any) -> Any:

@@ -83,6 +83,14 @@ def cases_of(context: Context) -> Cases:
         return check_cases(context)
     if context.step == "kernel speeds":
         return speed_cases(context)
+    if context.step == "families":
+        from gpu.families import cases as family_cases
+
+        return family_cases(context)
+    if context.step == "qwen3.5-0.8b":
+        from gpu.hybrid import cases as hybrid_cases
+
+        return hybrid_cases(context)
     if context.step == "command line":
         from gpu.command_line import cases
 

@@ -47,12 +47,11 @@ def write_documents(folder: Path, num_paragraphs: int = 2) -> Path:
     return folder
 
 
-def compare(model: HubModel, path: Path, documents: Path) -> Parity:
-    """Write the model below `path`, and run it everywhere."""
+def compare(model: HubModel, path: Path, documents: Path, **settings: Any) -> Parity:
+    """Write the model below `path`, and run it everywhere. settings: more of the engine's."""
     model.write(path / "model")
-    engine = Engine.load(
-        EngineConfig(model=str(path / "model"), block_size=16, dtype="float32", kv_dtype="float32", prompt=PROMPT)
-    )
+    exact: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32"}
+    engine = Engine.load(EngineConfig(model=str(path / "model"), block_size=16, prompt=PROMPT, **exact, **settings))
     store = ChunkStore.open(path / "store", mode="write")
     try:
         options = PrecomputeOptions(chunk_tokens=40, context="sink")
@@ -98,4 +97,4 @@ def _compare(engine: Engine, store: ChunkStore, keys: list[bytes], reference: Re
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).abs().max())
+    return float((a.double().cpu() - b.double().cpu()).abs().max())
