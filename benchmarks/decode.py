@@ -80,7 +80,7 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.core.core import EngineCore, Extensions, admit
+    from cacheblend_cli.engine.core.core import EngineCore, admit
     from cacheblend_cli.engine.core.sequence import RequestState
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.engine.events import Limits
@@ -101,11 +101,10 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
         request = SpeedPrompt.stored(Engine(runtime), store, layout, tokens).request
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         state = RequestState(replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), 0)
-        extensions = Extensions(FEATURES)
-        admit(runtime, state, extensions)
+        admit(runtime, state, FEATURES)
         limits = Limits(max_sequences=1, enable_prefix_caching=False)
         memory = runtime.memory_for((state.num_tokens + tokens) // config.block_size + 3)
-        core = EngineCore(runtime, limits, memory, extensions)
+        core = EngineCore(runtime, limits, memory, FEATURES)
         core.add(state)
         while state.sequences[0].output is None:
             core.step()

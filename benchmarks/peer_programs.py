@@ -6,6 +6,8 @@ llama.cpp's extra buffer types off. Each prints {"loaded", "first", "last"}: `ti
 at the first token, and at the hundredth. Greedy, 100 tokens, without an end of text.
 """
 
+import os
+
 TRANSFORMERS = """
 import json, os, sys, time
 import torch
@@ -51,11 +53,14 @@ for _ in range(99):
 print(json.dumps({"loaded": loaded, "first": first, "last": time.time()}))
 """
 
-XLLAMACPP = """
+XLLAMACPP = (
+    f"FOLDER = {os.path.dirname(os.path.abspath(__file__))!r}"
+    + """
 import json, os, sys, time
 from pathlib import Path
 import numpy as np
-from cacheblend_cli.engine.connectors.llama_cpp.library import library
+sys.path.insert(0, FOLDER)
+from llama_cpp_library import library
 path, ids = sys.argv[1:]
 ids, threads = json.load(open(ids)), len(os.sched_getaffinity(0))
 lib = library()
@@ -79,6 +84,7 @@ for step in range(99):
     token = next_after([token], len(ids) + step)
 print(json.dumps({"loaded": loaded, "first": first, "last": time.time()}))
 """
+)
 
 VLLM = """
 import json, os, sys, time

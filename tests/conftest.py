@@ -29,11 +29,6 @@ os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: smal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, before it is imported: models here are tiny, and threads spin
 
-for _module in (
-    "xllamacpp",
-    "llama_cpp",
-):  # this engine decodes, whatever is installed; tests/engine/test_llama_cpp.py has its own
-    sys.modules[_module] = None  # type: ignore[assignment]
 os.environ["CACHEBLEND_SEARCH"] = "words"  # so that what is found depends on no weights that may be installed
 
 

@@ -83,7 +83,7 @@ class Bench:
         def draw(count: int) -> tuple[int, ...]:
             return tuple(torch.randint(5, model.spec.vocab_size, (count,), generator=generator).tolist())
 
-        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE, decode_with="torch", speculate="off"), memory)
+        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE, speculate="off"), memory)
         self.runtime.template = replace(self.runtime.template, prefix_ids=draw(PREFIX_TOKENS))
         self.collection = self.runtime.collection()
         self.lossless = is_lossless(self.collection.codec, model.decoder.dtype)

@@ -21,7 +21,7 @@ PLAN = (
     Part("ceilings", 20, "copy, bf16 product, host to device"),
     Part(
         "llama-3.1-8b",
-        150,
+        140,
         "full prefill, `query` .15 with the default codec, `hkvd` .15, both uncorrected, both with their KV in the pool, "
         "transformers; loading, decoding at batch 1, 8 and 32, first token, GPU busy share; longer prompts if time is left",
     ),
@@ -35,7 +35,7 @@ PLAN = (
     Part("llama-3.2-1b", 50, "the same for a small model"),
     Part(
         "kernel speeds",
-        90,
+        80,
         "attention and decode against their ceilings and SDPA, then peaks and correction, loading and the cache write",
     ),
     Part("command line", 40, "`precompute` and `ask` of the handbook model; the answers equal the CPU's", call=2),

@@ -20,9 +20,7 @@ from cacheblend_cli.settings import Resolved
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
 
-@options.with_settings(
-    "model", "lora", "store", "ratio", "device", "decode_with", "decode_model", "tier", "tier_key_file"
-)
+@options.with_settings("model", "lora", "store", "ratio", "device", "tier", "tier_key_file")
 def doctor(resolved: Resolved, json: options.Json = False) -> None:
     """Check versions, store, device and model. Exits with the code of the first failed check."""
     from cacheblend_store import StoreCorrupt

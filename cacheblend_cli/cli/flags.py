@@ -31,6 +31,7 @@ _REPLACED = {
     "--decode-key": "the variable VLLM_API_KEY",
     "--hand-over": "--decoder vllm:URL,DIRECTORY",
 }
+_REMOVED = ("--decode-with", "--decode-model")
 _NAMES = {
     flag: field.name
     for field in fields(Settings)
@@ -45,6 +46,8 @@ def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
     """
     if flag in _REPLACED:
         return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
+    if flag in _REMOVED:
+        return UsageError(f"{flag} was removed", "leave it out: GGUF files are decoded here, as fast as by llama.cpp")
     if (name := _NAMES.get(flag)) is None:
         return None
     what, command = next((what, command) for names, what, command in _HOMES if name in names)

@@ -170,8 +170,6 @@ def _run(
             from cacheblend_cli.kv.export import check_exportable
 
             check_exportable(engine.model.spec, elsewhere)
-        if (llama := engine.llama_note()) is not None:
-            output.note(llama)
         sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
         engine.serve(store, Limits(max_waiting=http.max_waiting))
         gc.freeze()  # what exists now lasts; on a GPU, searching it for garbage takes as long as half a prefill
@@ -194,7 +192,7 @@ def _run(
         warm_app = WarmSocket(state, warm_socket, warm, url)
         serving = Server(make_app(state), state, warm_app, grace_s=http.grace_s, idle_exit_s=http.idle_exit_s)
         if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
-            output.note(_memory_line(own, engine.service.stats(), decoded_twice=llama is not None))
+            output.note(_memory_line(own, engine.service.stats()))
         if settings.retrieve:
             count = count_documents(state)
             found = f"from {counted(count, 'document')}; --no-retrieve for chats without them"
@@ -237,14 +235,12 @@ def _resident_bytes() -> int | None:
     return None
 
 
-def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
-    """Describe how large the process may grow. own: bytes used now, with the weights loaded. decoded_twice: llama.cpp
-    holds the KV of running answers a second time, in at most half the bytes."""
-    pool = stats.pool_bytes * 3 // 2 if decoded_twice else stats.pool_bytes
-    most = own + pool + stats.swap_space_bytes + _WORK_BYTES
+def _memory_line(own: int, stats: EngineStats) -> str:
+    """Describe how large the process may grow. own: bytes used now, with the weights loaded."""
+    most = own + stats.pool_bytes + stats.swap_space_bytes + _WORK_BYTES
     return (
-        f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(pool)} as it is used, and up to "
-        f"{format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
+        f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(stats.pool_bytes)} "
+        f"as it is used, and up to {format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
     )
 
 

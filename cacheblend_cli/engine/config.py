@@ -11,7 +11,6 @@ from cacheblend_cli.settings import KV_DTYPES
 
 POOL_DTYPES = ("auto", "float8_e4m3")
 MOST_SWAP = 1 << 20  # GiB: a petabyte
-DECODERS = ("auto", "torch", "llama.cpp")
 _DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d{1,4})?|mps(:0)?")
 
@@ -36,8 +35,6 @@ class EngineConfig:
     prompt: str = ""  # user's message with {chunks} and {question}, "" for the model's own or the default
     system: str = ""  # system prompt
     template_var: tuple[str, ...] = ()  # NAME=VALUE for the chat template
-    decode_with: str = "auto"  # torch, llama.cpp, or auto: llama.cpp if decode_model names a file for it
-    decode_model: str = ""  # GGUF file that llama.cpp decodes with, "" for the model's own
     speculate: int | str = "auto"  # proposed tokens a step, off, or auto: on a CPU, as many as make it faster
     tensor_parallel: int = 0  # processes that share the model; 0: those that torchrun started, or one
 
@@ -49,8 +46,6 @@ class EngineConfig:
             raise UsageError(f"unknown device {self.device!r}", _DEVICES)
         if self.kv_pool_dtype not in POOL_DTYPES:
             raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
-        if self.decode_with not in DECODERS:
-            raise UsageError(f"unknown --decode-with {self.decode_with!r}", f"known: {', '.join(DECODERS)}")
         known = self.speculate in ("auto", "off") or (isinstance(self.speculate, int) and self.speculate > 0)
         if not known:
             raise UsageError(f"unknown --speculate {self.speculate!r}", "known: auto, off, or a number of tokens")
@@ -67,8 +62,3 @@ class EngineConfig:
         parse_variables(self.template_var)
         if self.prompt:
             check_prompt(self.prompt)
-
-    @property
-    def llama_cpp_decodes(self) -> bool:
-        """Return whether these settings name llama.cpp. Nothing measured changes that."""
-        return self.decode_with == "llama.cpp" or (self.decode_with == "auto" and bool(self.decode_model))

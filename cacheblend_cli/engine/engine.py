@@ -128,7 +128,7 @@ class Engine(Documents):
             kv_bytes(request),
             [PlannedChunk(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
             report,
-            [*request.notes, *([self.llama.note] if self.llama is not None and self.llama.note else [])],
+            request.notes,
         )
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:

@@ -15,9 +15,8 @@ from typing import Any, Self
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.core.core import ALONE, EngineCore, Extensions, admit
+from cacheblend_cli.engine.core.core import ALONE, EngineCore, admit
 from cacheblend_cli.engine.core.sequence import RequestState
-from cacheblend_cli.engine.decode_with import llama_decoder
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits
 from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.model_sampling import as_the_model
@@ -41,8 +40,6 @@ class EngineThread:
         self.model, self.config, self.context = runtime.model, runtime.config, runtime.context
         self.prompts: Prompts = runtime
         self.template = runtime.template  # of prompts in the engine's own wording
-        self.llama = llama_decoder(runtime)
-        self.extensions = Extensions(FEATURES, () if self.llama is None else (self.llama,))
         self._service: AsyncEngine | None = None
         self._closed: AsyncEngine | None = None  # the last one: refuses requests, keeps its statistics
         self._given: ChunkStore | None = None
@@ -66,13 +63,8 @@ class EngineThread:
         self.runtime.driver.when_lost(act)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for `doctor`, with llama.cpp's if it may decode."""
-        return self.runtime.describe() | ({} if self.llama is None else self.llama.describe())
-
-    def llama_note(self) -> str | None:
-        """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
-        llama = None if self.llama is None else self.llama.loaded()
-        return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
+        """Return facts for `doctor`."""
+        return self.runtime.describe()
 
     def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
         """Return a picklable function that loads the same model on another machine."""
@@ -97,7 +89,7 @@ class EngineThread:
                     self.close()
                 self._given, self._store = store, self._temporary_store() if store is None else store
                 _share(self._store, self._resolved.settings)
-                self._service, self._closed = AsyncEngine(self.runtime, self._limits, self.extensions), None
+                self._service, self._closed = AsyncEngine(self.runtime, self._limits, FEATURES), None
 
     def serve(self, store: ChunkStore, limits: Limits) -> None:
         """`use` a store, under these limits."""
@@ -130,12 +122,12 @@ class EngineThread:
     def _alone(self, request: Request) -> Generator[Event]:
         """Yield the events of a request that is computed in this thread."""
         state, runtime = RequestState(request, 0), self.runtime
-        admit(runtime, state, self.extensions)
+        admit(runtime, state, FEATURES)
         size, headroom = runtime.config.block_size, state.max_new_tokens
         each = -(-(headroom + size) // size) + 1  # blocks of each further answer
         memory = runtime.memory_for(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
         memory.pool.check_fits(state.num_tokens + headroom)
-        core = EngineCore(runtime, ALONE, memory, self.extensions)
+        core = EngineCore(runtime, ALONE, memory, FEATURES)
         core.add(state)
         try:
             while core.busy:

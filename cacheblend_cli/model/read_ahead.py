@@ -1,5 +1,4 @@
-"""Read weights from disk while torch is imported, also those of another engine that decodes. Imports neither torch nor
-numpy."""
+"""Read weights from disk while torch is imported. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from cacheblend_cli import user_cache
 
@@ -28,27 +27,18 @@ class Start(Protocol):
     def dtype(self) -> str: ...
     @property
     def weight_dtype(self) -> str: ...
-    @property
-    def decode_with(self) -> str: ...
-    @property
-    def decode_model(self) -> str: ...
 
 
-Part = Literal["weights", "decoder"]
-PARTS: tuple[Part, ...] = ("weights", "decoder")
-"""Parts of a start, in reading order. The decoder's file is read before the second token, if at all."""
-
-
-def remember(start: Start, part: Part, files: Iterable[Path]) -> None:
+def remember(start: Start, files: Iterable[Path]) -> None:
     """Record the files that a start with these settings reads."""
-    place, text = _place(start, part), "\n".join(os.path.realpath(file) for file in files)
+    place, text = _place(start), "\n".join(os.path.realpath(file) for file in files)
     if user_cache.recall(place) != text:
         user_cache.keep(place, text)
 
 
 def read_ahead(start: Start) -> threading.Thread | None:
     """Read the files of the last such start, in a thread that ends with the process. None if there is no record."""
-    files = [name for part in PARTS for name in user_cache.recall(_place(start, part)).split("\n") if name]
+    files = [name for name in user_cache.recall(_place(start)).split("\n") if name]
     if not hasattr(os, "RWF_NOWAIT") or not files:
         return None
     thread = threading.Thread(target=_read, args=(files,), name="cacheblend-read-ahead", daemon=True)
@@ -73,7 +63,7 @@ def _read(files: list[str]) -> int:
     return count
 
 
-def _place(start: Start, part: Part) -> Path:
-    names = start.model or "", start.decode_model
-    files = [os.path.realpath(name) if os.path.exists(name) else name for name in names]
-    return user_cache.place(KIND, part, files, start.dtype, start.weight_dtype, start.decode_with)
+def _place(start: Start) -> Path:
+    name = start.model or ""
+    file = os.path.realpath(name) if os.path.exists(name) else name
+    return user_cache.place(KIND, file, start.dtype, start.weight_dtype)

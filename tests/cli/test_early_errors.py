@@ -13,7 +13,7 @@ from command_line import process
 from cacheblend_cli.blend import corrections, selectors
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.corpus import search
-from cacheblend_cli.engine.config import DECODERS, POOL_DTYPES
+from cacheblend_cli.engine.config import POOL_DTYPES
 from cacheblend_cli.model.loading import DTYPES, WEIGHT_DTYPES
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import blend
@@ -105,7 +105,6 @@ def test_names_known_without_torch_are_those_that_exist() -> None:
     assert known["attention_backend"] == ("auto", *BACKENDS)
     assert known["dtype"] == ("auto", *DTYPES)
     assert known["weight_dtype"] == WEIGHT_DTYPES
-    assert known["decode_with"] == DECODERS
     assert known["kv_pool_dtype"] == POOL_DTYPES
     assert (known["mode"], known["deviation"]) == (blend.MODES, blend.DEVIATIONS)
     assert (known["context"], known["order"]) == (search.CONTEXTS, search.ORDERS)

@@ -177,7 +177,7 @@ def test_settings_that_lead_elsewhere_are_ignored_until_they_are_trusted(
 
 def test_only_what_changes_answers_is_harmless(cli: Cli, home: Path) -> None:
     risky = {
-        "store", "tier", "tier_key_file", "model", "lora", "decode_model", "decode_with", "embeddings", "keep_alive",
+        "store", "tier", "tier_key_file", "model", "lora", "embeddings", "keep_alive",
         "salt", "max_size", "force_store", "threads", "tensor_parallel", "swap_space", "kv_dtype",
     }  # fmt: skip
     harmless = {"top_k", "search", "ratio", "selector", "chunk_tokens", "temperature", "context", "system", "prompt"}

@@ -17,6 +17,7 @@ from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
+from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
 from cacheblend_cli.types import AskRequest, BlendParams
@@ -35,7 +36,7 @@ def submit(service: AsyncEngine, request: Request, listener: Listener | None = N
 
 @pytest.fixture
 def service(stored: StoredEngine) -> Iterator[AsyncEngine]:
-    service = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
+    service = AsyncEngine(stored.engine.runtime, features=FEATURES)
     yield service
     service.close()
 
@@ -111,7 +112,7 @@ def test_a_request_that_fails_does_not_affect_others(stored: StoredEngine, servi
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(stored: StoredEngine) -> None:
-    service = AsyncEngine(stored.engine.runtime, Limits(max_waiting=2), extensions=stored.engine.extensions)
+    service = AsyncEngine(stored.engine.runtime, Limits(max_waiting=2), features=FEATURES)
     go = held(service)
     waiting = [submit(service, stored.request())[0] for _ in range(2)]
     assert service.stats().waiting == 2
@@ -248,7 +249,7 @@ def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
     stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored.store.evict_chunks(stored.keys)
-    service, put = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions), ChunkStore.put_chunks
+    service, put = AsyncEngine(stored.engine.runtime, features=FEATURES), ChunkStore.put_chunks
 
     def closing(store: ChunkStore, chunks: Sequence[tuple[ChunkManifest, Sequence[bytes]]], *given: Any) -> Any:
         if chunks[0][0].context != "prefix":
@@ -263,11 +264,11 @@ def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
 
 
 def test_closing_lets_what_runs_finish_or_cancels_it(stored: StoredEngine) -> None:
-    patient = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
+    patient = AsyncEngine(stored.engine.runtime, features=FEATURES)
     listeners = [submit(patient, stored.request())[0] for _ in range(3)]
     patient.close(WAIT_S)
     assert all(listener.done().answers for listener in listeners)
-    hasty = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
+    hasty = AsyncEngine(stored.engine.runtime, features=FEATURES)
     listeners = [submit(hasty, stored.request(stored.question(max_tokens=400)))[0] for _ in range(3)]
     assert listeners[0].first_text.wait(WAIT_S)
     hasty.close()
@@ -281,12 +282,12 @@ def test_the_engines_thread_makes_the_device_its_own(stored: StoredEngine, monke
         "cacheblend_cli.engine.async_engine.make_current",
         lambda device: made.append((threading.current_thread().name, device)),
     )
-    AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions).close()
+    AsyncEngine(stored.engine.runtime, features=FEATURES).close()
     assert made == [("cacheblend-engine", stored.engine.model.decoder.device)]
 
 
 def test_a_step_that_does_not_end_is_given_up(stored: StoredEngine, caplog: pytest.LogCaptureFixture) -> None:
-    service = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
+    service = AsyncEngine(stored.engine.runtime, features=FEATURES)
     go = held(service)
     assert service.busy_s > 0
     assert not service.is_stuck

@@ -11,6 +11,7 @@ from engine_driver import Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
 
@@ -69,7 +70,7 @@ def test_a_full_prefill_confirms_itself(stored: StoredEngine) -> None:
 def test_side_by_side_as_alone(stored: StoredEngine) -> None:
     asked = [replace(stored.question(text), blend=BlendParams(mode="reuse")) for text in QUESTIONS]
     confirms = [n % 2 == 0 for n in range(len(asked))]
-    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=2048), extensions=stored.engine.extensions)
+    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=2048), features=FEATURES)
     try:
         listeners = [Listener() for _ in asked]
         for ask, confirm, listener in zip(asked, confirms, listeners, strict=True):

@@ -27,7 +27,6 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.sequence import SequenceStatus, provenance_of
 from cacheblend_cli.engine.core.speculation import Speculation
-from cacheblend_cli.engine.decode_with import llama_file
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.measured_prefill import prefill
@@ -364,14 +363,12 @@ def test_reuse_of_what_is_exact_is_possible(stored: StoredEngine) -> None:
 
 
 def test_what_needs_other_states_is_refused(stored: StoredEngine) -> None:
-    runtime, path = stored.engine.runtime, str(stored.engine.model.path)
+    runtime = stored.engine.runtime
     with pytest.raises(UsageError, match="recurrent layers"):
         check_exportable(runtime.model.spec, "vLLM")
-    with pytest.raises(UsageError, match="states of recurrent layers"):
-        llama_file(EngineConfig(model=path, decode_with="llama.cpp", decode_model="m.gguf"), runtime.model)
     with pytest.raises(UsageError, match="--tensor-parallel is not implemented"):
         check_divisible(runtime.model.spec, 2)
-    assert Speculation.of(stored.engine.runtime) is None
+    assert Speculation.of(runtime) is None
 
 
 def test_a_gpu_s_warm_up_runs(each: StoredEngine) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
-from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.decoders import OwnDecoder
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Failed, Limits
@@ -84,27 +82,19 @@ def test_a_fault_of_one_answer_ends_no_other(stored: StoredEngine, plant: Callab
     assert (driver.core.counts.failed, driver.core.counts.finished) == (1, 2)
 
 
-class Elsewhere(OwnDecoder):
-    """A second decoder, which takes the second request. where: "takes", "batches" or "decode", which fails."""
-
-    def __init__(self, core: EngineCore, where: str) -> None:
-        super().__init__(core._runtime.decoder, core.worker)
-        setattr(self, "takes_it" if where == "takes" else where, fail)
-
-    def takes(self, sequence: Sequence, worker: object) -> bool:
-        return sequence.state.number == 1 and self.takes_it()
-
-    def takes_it(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("where", ["takes", "batches", "decode"])
-def test_a_fault_of_a_hand_over_or_of_another_decoder_ends_no_other(stored: StoredEngine, where: str) -> None:
+def test_a_fault_of_a_batch_ends_no_other(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, listeners = three_at_once(stored, BATCH)
     driver.run()
     expected = [ids_of(listener) for listener in listeners]
     driver, listeners = three_at_once(stored, BATCH)
-    driver.core._executor._others = (Elsewhere(driver.core, where),)
+    executor = driver.core._executor
+    decode_batch = executor._decode_batch
+    monkeypatch.setattr(executor, "_batches", lambda sequences: [[sequence] for sequence in sequences])
+    monkeypatch.setattr(
+        executor,
+        "_decode_batch",
+        lambda batch, step: fail() if batch[0].state.number == 1 else decode_batch(batch, step),
+    )
     driver.run()
     last = listeners[1].last.result(0)
     assert isinstance(last, Failed)

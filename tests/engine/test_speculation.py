@@ -33,6 +33,7 @@ from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Sequence
 from cacheblend_cli.engine.core.speculation import Drafts, StepCosts
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Failed, Limits
+from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import GraphRunner
 from cacheblend_cli.engine.worker.grammar import Grammar
@@ -286,7 +287,7 @@ def test_graphs_compute_the_rows_of_proposals(stored: StoredEngine, oracle: Orac
     warm = len(captured)
     assert warm == (1 if least_rows == 1 else 2)
     driver = CoreDriver(other, LIMITS)
-    driver.core = EngineCore(other.engine.runtime, LIMITS, DeviceMemory(pool, runner), other.engine.extensions)
+    driver.core = EngineCore(other.engine.runtime, LIMITS, DeviceMemory(pool, runner), FEATURES)
     for question, plain in zip(questions, expected, strict=True):
         [listener] = arrive(driver, [question])
         driver.run()

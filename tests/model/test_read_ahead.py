@@ -21,21 +21,17 @@ PAGE = 4096
 def test_a_start_remembers_the_files_that_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[list[str]]()
     monkeypatch.setattr(read_ahead, "_read", read.append)
-    start = EngineConfig(str(tmp_path / "m"), decode_with="torch")
+    start = EngineConfig(str(tmp_path / "m"))
     write_checkpoint(tmp_path / "m", "llama-gqa")
     assert read_ahead.read_ahead(start) is None
     Runtime.load(start)
-    weights, other = (os.path.realpath(tmp_path / name) for name in ("m/model.safetensors", "m.gguf"))
-    both = replace(start, decode_with="llama.cpp", decode_model="m.gguf")
-    read_ahead.remember(both, "weights", [Path(weights)])
-    read_ahead.remember(both, "decoder", [Path(other)])
+    weights = os.path.realpath(tmp_path / "m/model.safetensors")
     monkeypatch.chdir(tmp_path)
     for asked, files in (
         (start, [[weights]]),
         (replace(start, model="m"), [[weights]]),
         (replace(start, dtype="float32"), []),
         (replace(start, model="other"), []),
-        (both, [[weights, other]]),
     ):
         if (thread := read_ahead.read_ahead(asked)) is not None:
             thread.join()

@@ -4,7 +4,6 @@ check."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors.llama_cpp.library import installed
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
@@ -47,16 +45,13 @@ class Setup:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.file = name, gguf_file(name)
-        self.engine = Engine.load(self.config("torch"))
+        self.engine = Engine.load(EngineConfig(model=str(self.file), dtype="float32", kv_dtype="float32"))
         for number, page in enumerate(pages()):
             (folder / f"{number}.md").write_text(page)
         self.store = ChunkStore.open(folder / "store", mode="write")
         self.engine.precompute(self.store, [str(folder)], PrecomputeOptions(), lambda event: None)
         chunks = sorted(self.store.chunks(), key=lambda m: (m.source, m.index), reverse=True)
         self.keys = [m.key for m in chunks]
-
-    def config(self, decode_with: str) -> EngineConfig:
-        return EngineConfig(model=str(self.file), dtype="float32", kv_dtype="float32", decode_with=decode_with)
 
     def question(self, blend: BlendParams) -> AskRequest:
         return AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=NUM_GENERATED, ignore_eos=True))
@@ -159,23 +154,6 @@ def test_recomputing_everything_is_a_full_prefill(real: Setup, selector: str) ->
     assert (blended - full).abs().max() <= TOLERANCE
     reused = real.prefill(BlendParams(mode="reuse")).result.logits
     assert (reused - full).abs().max() > 10 * TOLERANCE  # or the above would prove little
-
-
-def test_llama_cpp_decodes_the_same_tokens_behind_a_blended_prompt(
-    real: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("xllamacpp", "llama_cpp"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    if installed() is None:
-        pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install '.[llama-cpp]'")
-    said: list[str] = []
-    other = Engine.load(real.config("llama.cpp"), notice=said.append)
-    question = real.question(BlendParams())
-    own, theirs = (engine.run_alone(real.store, question) for engine in (real.engine, other))
-    assert other.llama is not None
-    assert other.llama.loaded() is not None, said
-    assert theirs.generated_ids == own.generated_ids
-    assert len(own.generated_ids) == NUM_GENERATED
 
 
 def test_models_check_finds_it_right(real: Setup, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
+from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
@@ -88,7 +89,7 @@ class CoreDriver:
 
     def __init__(self, stored: StoredEngine, limits: Limits) -> None:
         self.stored = stored
-        self.core = EngineCore(stored.engine.runtime, limits, extensions=stored.engine.extensions)
+        self.core = EngineCore(stored.engine.runtime, limits, features=FEATURES)
         self.listeners: dict[RequestState, Listener] = {}
         self.count = 0
         self.seen: set[SequenceStatus] = set()

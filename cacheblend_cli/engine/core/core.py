@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Several
 
 from torch import Tensor
 
 from cacheblend_cli.engine.core.block_manager import BlockManager
-from cacheblend_cli.engine.core.decoders import DecodeBackend
 from cacheblend_cli.engine.core.executor import Executor
 from cacheblend_cli.engine.core.hooks import Feature
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
@@ -26,14 +25,6 @@ from cacheblend_cli.kv.prefix_cache import PrefixHit
 ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
-@dataclass(frozen=True)
-class Extensions:
-    """Extensions of a core: features in the order of their hooks, and further decoders."""
-
-    features: tuple[Feature, ...] = ()
-    decoders: tuple[DecodeBackend, ...] = ()
-
-
 class EngineCore:
     """Runs requests, one step at a time, in the calling thread."""
 
@@ -42,10 +33,10 @@ class EngineCore:
         runtime: Runtime,
         limits: Limits,
         memory: DeviceMemory | None = None,
-        extensions: Extensions = Extensions(),
+        features: Several[Feature] = (),
     ) -> None:
-        """memory: pool of a single request, None for a shared one."""
-        self._runtime, self._extensions, decoder = runtime, extensions, runtime.decoder
+        """memory: pool of a single request, None for a shared one. features: in the order of their hooks."""
+        self._runtime, self._features, decoder = runtime, features, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
         memory = memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences)
         self.worker = runtime.driver.worker(decoder, memory)
@@ -70,10 +61,10 @@ class EngineCore:
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,
-            speculation=Speculation.of(runtime, bool(extensions.decoders)) if limits.speculates else None,
+            speculation=Speculation.of(runtime) if limits.speculates else None,
         )
-        self._executor = Executor(decoder, self.worker, slice_rows, extensions.decoders)
-        is_async = runtime.async_scheduling and not extensions.decoders and self.scheduler.speculation is None
+        self._executor = Executor(decoder, self.worker, slice_rows)
+        is_async = runtime.async_scheduling and self.scheduler.speculation is None
         self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async)
 
     @property
@@ -83,7 +74,7 @@ class EngineCore:
     def add(self, state: RequestState) -> None:
         """Admit and queue a request. Raises UsageError if it is impossible, or can never fit the pool."""
         if not state.sequences:
-            admit(self._runtime, state, self._extensions)
+            admit(self._runtime, state, self._features)
         headroom = state.max_new_tokens
         if self.blocks.can_allocate(state.num_tokens, headroom, PrefixHit()) is Allocation.NEVER:
             raise UsageError(
@@ -141,13 +132,12 @@ class EngineCore:
         self.worker.close()
 
 
-def admit(runtime: Runtime, state: RequestState, extensions: Extensions) -> None:
+def admit(runtime: Runtime, state: RequestState, features: Several[Feature]) -> None:
     """Check that a request is possible, and let the features prepare it. Raises UsageError."""
     state.max_new_tokens = runtime.max_new_tokens(state.request.sampling)
     runtime.check_length(state.request.plan.num_tokens, state.max_new_tokens)
-    for feature in extensions.features:
+    for feature in features:
         state.request, hook = feature(runtime, state.request)
         if hook is not None:
             state.hooks.append(hook)
-    state.decodes_here = any(hook.decodes_here for hook in state.hooks)
     state.sequences = [Sequence(state, 0)]

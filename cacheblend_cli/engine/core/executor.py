@@ -1,22 +1,22 @@
-"""Execution of a step: gives the worker and the decoders their input and collects the results. Changes only the place
-of a request's KV; `output_processor.py` does the rest."""
+"""Execution of a step: gives the worker its input and collects the results. Changes no request; `output_processor.py`
+does that."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from torch import Tensor
 
-from cacheblend_cli.engine.core.decoders import DecodeBackend, OwnDecoder
 from cacheblend_cli.engine.core.scheduler import Step
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.core.speculation import Drafts
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
-from cacheblend_cli.engine.worker.worker import DecodeOutput, Worker
+from cacheblend_cli.engine.worker.sampling import tokens_of
+from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.linear import STEADY_ROWS
 
 logger = logging.getLogger("cacheblend")
 
@@ -48,11 +48,10 @@ class StepOutput:
 
 
 class Executor:
-    """Runs steps on a worker. slice_rows: positions per slice of a prompt. others: decoders beside the worker."""
+    """Runs steps on a worker. slice_rows: positions per slice of a prompt."""
 
-    def __init__(self, decoder: Decoder, worker: Worker, slice_rows: int, others: Several[DecodeBackend]) -> None:
-        self._worker, self._slice_rows = worker, slice_rows
-        self._own, self._others = OwnDecoder(decoder, worker), others
+    def __init__(self, decoder: Decoder, worker: Worker, slice_rows: int) -> None:
+        self._decoder, self._worker, self._slice_rows = decoder, worker, slice_rows
 
     def run(self, step: Step) -> StepOutput:
         output = StepOutput()
@@ -105,29 +104,40 @@ class Executor:
                 output.failed.append((sequence, error))
 
     def _decode(self, step: Step, output: StepOutput) -> None:
-        """Decode one token of each sequence, and its proposals, in the batches of its decoder. A failed batch does not
-        affect others."""
-        decoding: dict[DecodeBackend, list[Sequence]] = {self._own: []}  # the own one first
-        for sequence in step.decode:
+        """Decode one token of each sequence, and its proposals. A failed batch does not affect others."""
+        for batch in self._batches(step.decode):
             try:
-                # its KV is handed over to another decoder before the first token there
-                others = () if sequence.state.decodes_here else self._others
-                backend = next((other for other in others if other.takes(sequence, self._worker)), self._own)
-                decoding.setdefault(backend, []).append(sequence)
+                out = self._decode_batch(batch, step)
             except Exception as error:
-                output.failed.append((sequence, error))
-        for backend, sequences in decoding.items():
-            try:
-                batches = backend.batches(sequences)
-            except Exception as error:
-                output.failed += [(sequence, error) for sequence in sequences]
+                output.failed += [(sequence, error) for sequence in batch]
                 continue
-            for batch in batches:
-                try:
-                    out = backend.decode(batch, step.pending, step.drafts)
-                except Exception as error:
-                    output.failed += [(sequence, error) for sequence in batch]
-                    continue
-                if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
-                    out = replace(out, logits=out.logits.clone())
-                output.decoded.append(Decoded(batch, out, step.drafts))
+            if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
+                out = replace(out, logits=out.logits.clone())
+            output.decoded.append(Decoded(batch, out, step.drafts))
+
+    def _batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+        """Split at other RoPE frequencies; where torch multiplies on a CPU, into batches of the rows that a single
+        sequence is padded to; one by one if rows are not steady."""
+        rope, steady = self._decoder.rope, self._decoder.steady
+        groups = [list(g) for _, g in groupby(sequences, key=lambda s: rope.regime(s.kv_len + 1) if steady else s)]
+        if not self._decoder.multiplies_by_torch:
+            return groups
+        return [group[i : i + STEADY_ROWS] for group in groups for i in range(0, len(group), STEADY_ROWS)]
+
+    def _decode_batch(self, sequences: list[Sequence], step: Step) -> DecodeOutput:
+        """A proposal is a row like that of another sequence, with the same blocks: a layer writes K and V of all rows
+        before attention, and a row sees the positions up to its own."""
+        token_ids, kv_lens, tables, watched = list[int](), list[int](), list[TableInput](), list[bool]()
+        pending = [step.pending[s] for s in sequences] if step.pending else []  # tokens that are only on the device
+        for sequence in sequences:
+            paged, draft, kv_len = sequence.paged, step.drafts.get(sequence, ()), sequence.kv_len
+            assert paged is not None
+            num_rows = 1 + len(draft)
+            paged.ensure(kv_len + num_rows)
+            paged.make_writable(kv_len, kv_len + num_rows)
+            token_ids += () if pending else (sequence.next_token, *draft)
+            kv_lens += range(kv_len, kv_len + num_rows)
+            tables += [TableInput.of(paged)] * num_rows
+            watched += [sequence.watches(place) for place in range(kv_len, kv_len + num_rows)]
+        given = DecodeInput(tuple(token_ids), tuple(kv_lens), tuple(tables), tuple(watched))
+        return self._worker.decode(given, tokens_of(pending) if pending else None)

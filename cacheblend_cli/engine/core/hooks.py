@@ -21,12 +21,11 @@ class Hook:
     """Work of a feature for one request. Each method does nothing by default; an error ends only this request.
 
     outputs_from: first position of the prompt whose logits it takes. is_alone: the prompt shares no launch, because it
-    is timed or observed. holds_back: the text is emitted once it is complete, unless `on_answer` raises. decodes_here:
-    tokens are drawn only from this engine's logits.
+    is timed or observed. holds_back: the text is emitted once it is complete, unless `on_answer` raises.
     """
 
     outputs_from: int | None = None
-    is_alone = holds_back = decodes_here = False
+    is_alone = holds_back = False
 
     def on_begin(self) -> None:
         """Called when the prompt begins to be computed, possibly again."""

@@ -237,7 +237,7 @@ class OutputProcessor:
             self._take_drafts(decoded, going, output)
         for sequence in decoded.sequences:
             unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
-            if sequence.elsewhere is None and sequence.paged is not None and unseen > sequence.paged.num_freed_blocks:
+            if sequence.paged is not None and unseen > sequence.paged.num_freed_blocks:
                 sequence.paged.give_back(unseen)
 
     def _take_attention(self, sequence: Sequence, attention: Tensor | None) -> None:
@@ -309,7 +309,7 @@ class OutputProcessor:
         else:
             child = RequestState(further.request, state.number, state, begun=True, hooks=[further.hook])
             child.max_new_tokens, child.num_answer_tokens = further.max_new_tokens, further.num_answer_tokens
-            child.decodes_here, child.sequences = True, [Sequence(child, 0)]
+            child.sequences = [Sequence(child, 0)]
             self._scheduler.add(child)
 
     def _close(self, sequence: Sequence, early: Early | None = None) -> None:

@@ -248,5 +248,5 @@ class Scheduler:
 
 def _growing(decoding: list[Sequence], drafts: Drafts | None = None) -> list[tuple[BlockTable, int, int]]:
     """Return the sequences that decode into the pool's blocks, with their numbers of tokens and of further ones."""
-    own = [(s, s.paged) for s in decoding if s.paged is not None and s.elsewhere is None]
+    own = [(s, s.paged) for s in decoding if s.paged is not None]
     return [(paged, s.kv_len, 1 + len((drafts or {}).get(s, ()))) for s, paged in own]

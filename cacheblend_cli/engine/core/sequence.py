@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
@@ -24,12 +23,6 @@ class SequenceStatus(Enum):
     RUNNING = "running"  # has blocks: its prompt is being prefilled, or it decodes
     SWAPPED = "swapped"  # preempted, its KV is on the host
     FINISHED = "finished"
-
-
-class HeldKV(Protocol):
-    """A sequence's KV in another decoder."""
-
-    def release(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -64,7 +57,6 @@ class Sequence:
     prefill: RunningPrefill | None = None  # while the prompt is computed
     output: SequenceOutput | None = None  # the answer, once it has a token
     swapped: SwappedKV | None = None
-    elsewhere: HeldKV | None = None  # its KV in the decoder that has taken it; the blocks no longer change
     replay: int = 0  # further tokens whose dropped KV is computed again; they are not drawn again
 
     @property
@@ -103,9 +95,7 @@ class Sequence:
             self.paged.release()
         if self.swapped is not None:
             self.swapped.worker.forget(self.swapped.number)
-        if self.elsewhere is not None:
-            self.elsewhere.release()
-        self.paged, self.swapped, self.elsewhere, self.status = None, None, None, status
+        self.paged, self.swapped, self.status = None, None, status
 
 
 @dataclass(eq=False)
@@ -120,7 +110,6 @@ class RequestState:
     begun: bool = False  # it has left the queue at least once
     max_new_tokens: int = 0  # maximum tokens of an answer, with its reasoning
     num_answer_tokens: int = 0  # at the end of the prompt of a further request
-    decodes_here: bool = False  # no other decoder takes its answers
     hooks: list[Hook] = field(default_factory=list)
     provenance: KVProvenance | None = None  # of its prompt's KV, once it is queued
     sequences: list[Sequence] = field(default_factory=list)

@@ -121,7 +121,7 @@ class Speculation:
     def __init__(self, runtime: Runtime, num_tokens: int | None = None) -> None:
         model, config, decoder = runtime.model, runtime.config, runtime.decoder
         machine = cpu_name(), *cpu_features(), str(decoder.device), torch.get_num_threads(), decoder.part.ranks.size
-        how = str(decoder.dtype), config.weight_dtype, config.decode_with, config.decode_model, decoder.kernels.name
+        how = str(decoder.dtype), config.weight_dtype, decoder.kernels.name
         identity = FORMAT, model.fingerprint, *how, *machine
         self.costs, self.accepted = StepCosts(user_cache.place("steps", *identity)), Acceptance()
         self._rope, self._num_tokens = decoder.rope, num_tokens
@@ -130,13 +130,13 @@ class Speculation:
         self._guesses = WeakKeyDictionary[Sequence, Guess]()
 
     @classmethod
-    def of(cls, runtime: Runtime, elsewhere: bool = False) -> Speculation | None:
+    def of(cls, runtime: Runtime) -> Speculation | None:
         """Return the speculation that the settings ask for, None for none. By default there is none on a GPU, which
-        computes a step before the last token is known, and none with another decoder (elsewhere), whose rows depend on
-        their number: answers would depend on the times of steps. A model whose own rows do has none, nor has a hybrid,
-        whose state after a wrong proposal cannot be taken back."""
+        computes a step before the last token is known. A model whose rows depend on their number has none, since its
+        answers would depend on the times of steps, nor has a hybrid, whose state after a wrong proposal cannot be taken
+        back."""
         asked, decoder = runtime.config.speculate, runtime.decoder
-        on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling and not elsewhere
+        on_cpu = decoder.device.type == "cpu" and not runtime.async_scheduling
         possible = decoder.steady and decoder.state_layout is None
         if not possible or asked == "off" or not (on_cpu or isinstance(asked, int)):
             return None

@@ -55,7 +55,6 @@ class Checks(Hook):
         self.verify, self.confirm = request.options.verify, request.options.confirm
         self._confirms_marked = request.options.on_unsupported == "confirm"
         self.holds_back = self._confirms_marked and not request.options.drafts
-        self.decodes_here = self.verify
         self._report: PrefillReport | None = None
         self.top1 = list[Tensor]()  # most likely token at each position of the answer, [] int64
         self.logits = list[Tensor]()  # at the first positions, fp32 [vocab_size] on the host

@@ -241,16 +241,13 @@ def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.d
     UsageError for options that are not implemented on several ranks."""
     spec = read_spec(path)
     check_divisible(spec, size)
-    for name, given in (
-        (f"--weight-dtype {config.weight_dtype}", config.weight_dtype != "auto"),
-        ("--decode-with llama.cpp", config.llama_cpp_decodes),
-    ):
-        if given:
-            raise UsageError(f"{name} is not implemented with --tensor-parallel", "omit one of them")
+    if config.weight_dtype != "auto":
+        raise UsageError(
+            f"--weight-dtype {config.weight_dtype} is not implemented with --tensor-parallel", "omit one of them"
+        )
     return replace(
         config,
         tensor_parallel=size,
-        decode_with="torch",
         dtype=str(resolve_dtype(config.dtype, device, spec, path)).removeprefix("torch."),
         lora=str(Path(config.lora).expanduser().absolute()) if config.lora else None,
         threads=config.threads or (max(1, torch.get_num_threads() // size) if device.type == "cpu" else None),

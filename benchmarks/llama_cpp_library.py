@@ -1,5 +1,4 @@
-"""llama.cpp's C library, loaded by ctypes from an installed package, llama-cpp-python or xllamacpp, without importing
-it.
+"""llama.cpp's C library, loaded by ctypes from xllamacpp's installed package without importing it, for `peers.py`.
 
 Parameter structs change from version to version. They are taken from the library's own `*_default_params` as opaque
 bytes, larger than any version's, and passed back by value: a callee reads its own part. A field is changed only if its
@@ -9,26 +8,19 @@ place is recognised by its defaults, and the library's later reports are compare
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 from collections import deque
 from collections.abc import Callable
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int8, c_int32, c_uint8, c_uint32, c_void_p
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.errors import DeviceError
-
-PACKAGES = {"llama-cpp-python": ("llama_cpp", "lib/libllama.[sd]*"), "xllamacpp": ("xllamacpp", "xllamacpp*.so")}
-"""Distribution: import name, and place of the library below it. llama-cpp-python comes first: no extra installs it, so
-the user chose it, and may have built it for this CPU; xllamacpp's wheels are built for AVX2."""
 PARAMS_BYTES = 1024  # maximum size of a struct that is passed by value; llama_context_params has about 170
 N_CTX, N_BATCH, N_UBATCH, N_SEQ_MAX = range(4)  # uint32 at the beginning of llama_context_params
 CONTEXT_DEFAULTS = (512, 2048, 512, 1)
 CONTEXT_FLAGS = bytes((0, 1, 1, 1, 1, 0))  # embeddings, offload_kqv, no_perf, op_offload, swa_full, kv_unified
 LEAST_BATCH = 32  # tokens of a batch
-ROPE_NORM, ROPE_NEOX = 0, 2  # llama_rope_type: channel 2i turns with 2i + 1, or i with i + half
 
 
 class Params(ctypes.Structure):
@@ -55,34 +47,23 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_log_set": (None, (c_void_p, c_void_p)),
     "llama_model_default_params": (Params, ()),
     "llama_model_load_from_file": (c_void_p, (c_char_p, Params)),
-    "llama_model_free": (None, (c_void_p,)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
-    "llama_model_rope_type": (c_int, (c_void_p,)),
-    "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
-    "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_context_default_params": (Params, ()),
     "llama_init_from_model": (c_void_p, (c_void_p, Params)),
     "llama_free": (None, (c_void_p,)),
     "llama_n_ctx": (c_uint32, (c_void_p,)),
     "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
-    "llama_n_batch": (c_uint32, (c_void_p,)),
     "llama_n_seq_max": (c_uint32, (c_void_p,)),
     "llama_set_n_threads": (None, (c_void_p, c_int32, c_int32)),
-    "llama_get_memory": (c_void_p, (c_void_p,)),
-    "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
-    "llama_state_seq_get_size": (c_size_t, (c_void_p, c_int32)),
-    "llama_state_seq_get_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
-    "llama_state_seq_set_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
     "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
-    "llama_batch_free": (None, (Batch,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
     "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
 }
 
 
-class LlamaError(DeviceError):
-    """llama.cpp failed or cannot be used. Decoding goes on without it."""
+class LlamaError(RuntimeError):
+    """llama.cpp failed or cannot be used."""
 
 
 class Library:
@@ -98,7 +79,7 @@ class Library:
                 bound = getattr(self._library, function)
                 bound.restype, bound.argtypes = result, arguments
         except (OSError, AttributeError) as error:
-            raise LlamaError(f"{path} cannot be used: {error}", "install another version of xllamacpp") from error
+            raise LlamaError(f"{path} cannot be used: {error}") from error
         self._callback = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(self._log)  # lives as long as the library
         self.llama_log_set(ctypes.cast(self._callback, c_void_p), None)
         self.llama_backend_init()
@@ -111,11 +92,11 @@ class Library:
         if level == 4:  # GGML_LOG_LEVEL_ERROR
             self._errors.append(text.decode(errors="replace").strip())
 
-    def error(self, message: str, hint: str = "use --decode-with torch") -> LlamaError:
+    def error(self, message: str) -> LlamaError:
         """Return the error, with llama.cpp's log since the last one."""
         logged = "; ".join(self._errors)
         self._errors.clear()
-        return LlamaError(f"{message}: {logged}" if logged else message, hint)
+        return LlamaError(f"{message}: {logged}" if logged else message)
 
     def load_model(self, file: Path) -> int:
         """Load a GGUF file. Raises LlamaError."""
@@ -151,20 +132,10 @@ class Library:
         return context
 
 
-def installed() -> tuple[str, Path] | None:
-    """Return (name with version, path) of the installed library, None without one. Imports nothing."""
-    for distribution, (module, pattern) in PACKAGES.items():
-        spec = importlib.util.find_spec(module)
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            for path in sorted(Path(folder).glob(pattern)):
-                return f"{distribution} {metadata.version(distribution)}", path
-    return None
-
-
-@functools.cache
 def library() -> Library:
-    """Return the installed library, loaded once per process. Raises LlamaError without one."""
-    found = installed()
-    if found is None:
-        raise LlamaError("neither xllamacpp nor llama-cpp-python is installed", "pip install xllamacpp")
-    return Library(*found)
+    """Return the installed library. Raises LlamaError without one."""
+    spec = importlib.util.find_spec("xllamacpp")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("xllamacpp*.so")):
+            return Library(f"xllamacpp {metadata.version('xllamacpp')}", path)
+    raise LlamaError("xllamacpp is not installed")

@@ -1,1 +1,0 @@
-"""llama.cpp as a decoder: it takes a prompt's KV as its own state, and decodes the answer."""
