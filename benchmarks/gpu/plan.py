@@ -21,22 +21,23 @@ PLAN = (
     Part("ceilings", 20, "copy, bf16 product, host to device"),
     Part(
         "llama-3.1-8b",
-        140,
+        130,
         "full prefill, `query` .15 with the default codec, `hkvd` .15, both uncorrected, both with their KV in the pool, "
         "transformers; loading, decoding at batch 1, 8 and 32, first token, GPU busy share; longer prompts if time is left",
     ),
     Part("kernel checks", 60, "every kernel against fp64", processes=8),
-    Part("families", 60, "small models of every family beside transformers in float64", processes=8),
-    Part(
-        "qwen3.5-0.8b",
-        50,
-        "a hybrid: full prefill, restored documents, transformers, decoding; its numbers beside transformers'",
-    ),
     Part("llama-3.2-1b", 50, "the same for a small model"),
     Part(
         "kernel speeds",
-        80,
+        110,
         "attention and decode against their ceilings and SDPA, then peaks and correction, loading and the cache write",
+    ),
+    Part("families", 45, "small models of every family beside transformers in float64", processes=8, call=2),
+    Part(
+        "qwen3.5-0.8b",
+        45,
+        "a hybrid: full prefill, restored documents, transformers, decoding; its numbers beside transformers'",
+        call=2,
     ),
     Part("command line", 40, "`precompute` and `ask` of the handbook model; the answers equal the CPU's", call=2),
 )
