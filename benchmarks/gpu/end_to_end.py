@@ -27,9 +27,10 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.core.core import EngineCore, Features
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Failed, Limits
+from cacheblend_cli.engine.features.speculation import Speculation
 from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import reserve
@@ -211,7 +212,7 @@ class Decoding:
         limits = Limits(max_sequences=batch, enable_prefix_caching=False)
         runtime = copy.copy(bench.runtime)
         runtime.config = replace(bench.runtime.config, speculate=proposals or "off")
-        self._core = EngineCore(runtime, limits, bench.memory)
+        self._core = EngineCore(runtime, limits, bench.memory, Features(speculation=Speculation.of))
         if (speculation := self._core.scheduler.speculation) is not None:
             speculation.drafts = lambda sequences: {s: (s.next_token,) * proposals for s in sequences}  # type: ignore[method-assign]
         request = bench.request(length, BlendParams(mode="reuse"), max_tokens=_room(bench, batch, proposals))

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.hooks import Feature
+from cacheblend_cli.engine.core.core import EngineCore, Features
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.request.request import Request
@@ -36,7 +35,7 @@ class AsyncEngine:
     its on_event in the engine's thread, in order; the last one is Done or Failed. on_event must not block. If it
     raises, the request is cancelled."""
 
-    def __init__(self, runtime: Runtime, limits: Limits | None = None, features: Sequence[Feature] = ()) -> None:
+    def __init__(self, runtime: Runtime, limits: Limits | None = None, features: Features = Features()) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
         self._core = EngineCore(runtime, self._limits, features=features)
         self._changed = threading.Condition()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import Cli
 from oracle_lookup import Oracle
 
+from cacheblend_cli.engine import engine_thread
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core import speculation
-from cacheblend_cli.engine.core.speculation import Speculation
+from cacheblend_cli.engine.features import FEATURES, speculation
+from cacheblend_cli.engine.features.speculation import Speculation
 from cacheblend_cli.engine.runtime import Runtime
 
 ASK = ("ask", "who leads billing?", "--max-tokens", "24")
@@ -34,13 +36,13 @@ class Recorder:
 @pytest.fixture
 def speculates(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the engines of the commands were asked for."""
-    asked, of = list[object](), Speculation.of
+    asked = list[object]()
 
-    def noted(runtime: Runtime, elsewhere: bool = False) -> Speculation | None:
+    def noted(runtime: Runtime) -> Speculation | None:
         asked.append(runtime.config.speculate)
-        return of(runtime, elsewhere)
+        return Speculation.of(runtime)
 
-    monkeypatch.setattr(Speculation, "of", noted)
+    monkeypatch.setattr(engine_thread, "FEATURES", replace(FEATURES, speculation=noted))
     return asked
 
 

@@ -9,7 +9,7 @@ import grimp
 
 import cacheblend_cli.engine.core as core
 
-FEATURES = r"FullCheck|\bhanded\b(?! over)|\btier|verify|confirm|\bauto\b|missing chunk|attention share|\bllama\b"
+FEATURES = r"FullCheck|\bhanded\b(?! over)|\btier|verify|confirm|\bauto\b|missing chunk|attention share|\bllama\b|prompt lookup"
 
 
 def test_the_core_names_no_feature() -> None:

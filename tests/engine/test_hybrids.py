@@ -26,9 +26,9 @@ from hub_models import HubModel, load_reference
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.sequence import SequenceStatus, provenance_of
-from cacheblend_cli.engine.core.speculation import Speculation
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.features.speculation import Speculation
 from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.worker.memory import warm_up
 from cacheblend_cli.errors import UsageError

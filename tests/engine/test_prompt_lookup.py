@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core import speculation
-from cacheblend_cli.engine.core.prompt_lookup import LEAST_MATCH, MOST_MATCH, MOST_PLACES, Match, PromptLookup
-from cacheblend_cli.engine.core.speculation import CHANCES, MOST_ROWS, SEEN, Acceptance, Speculation, StepCosts
+from cacheblend_cli.engine.features import speculation
+from cacheblend_cli.engine.features.prompt_lookup import LEAST_MATCH, MOST_MATCH, MOST_PLACES, Match, PromptLookup
+from cacheblend_cli.engine.features.speculation import CHANCES, MOST_ROWS, SEEN, Acceptance, Speculation, StepCosts
 
 SMALL = st.lists(st.integers(0, 2), max_size=40)
 
@@ -304,9 +304,7 @@ def test_where_torch_multiplies_a_step_has_the_rows_of_a_padded_one(
 def test_the_setting_says_who_speculates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation.user_cache, "recall", lambda path: "")
 
-    def found(
-        asked: int | str, device: str = "cpu", steady: bool = True, elsewhere: bool = False, state: object = None
-    ) -> int | str | None:
+    def found(asked: int | str, device: str = "cpu", steady: bool = True, state: object = None) -> int | str | None:
         decoder = SimpleNamespace(device=torch.device(device), steady=steady, state_layout=state)
         config = EngineConfig(speculate=asked)
         runtime = SimpleNamespace(config=config, decoder=decoder, async_scheduling=device == "cuda")
@@ -314,13 +312,12 @@ def test_the_setting_says_who_speculates(monkeypatch: pytest.MonkeyPatch) -> Non
             patch.setattr(
                 Speculation, "__init__", lambda self, runtime, number=None: setattr(self, "_num_tokens", number)
             )
-            one = Speculation.of(runtime, elsewhere)  # type: ignore[arg-type]
+            one = Speculation.of(runtime)  # type: ignore[arg-type]
         return None if one is None else one._num_tokens or "auto"
 
     assert [found("auto"), found("off"), found(4)] == ["auto", None, 4]
     assert [found(asked, "cuda") for asked in ("auto", "off", 4)] == [None, None, 4]
     assert [found(asked, state=object()) for asked in ("auto", 4)] == [None, None]
-    assert [found(asked, elsewhere=True) for asked in ("auto", "off", 4)] == [None, None, 4]
     assert [found(asked, steady=False) for asked in ("auto", "off", 4)] == [None] * 3
 
 

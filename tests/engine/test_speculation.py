@@ -30,10 +30,10 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
-from cacheblend_cli.engine.core.speculation import Drafts, StepCosts
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.engine.features import FEATURES
+from cacheblend_cli.engine.features.speculation import Drafts, StepCosts
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import GraphRunner
 from cacheblend_cli.engine.worker.grammar import Grammar

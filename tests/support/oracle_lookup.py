@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 from engine_driver import Listener
 
-from cacheblend_cli.engine.core import speculation
-from cacheblend_cli.engine.core.prompt_lookup import MOST_MATCH, Match
+from cacheblend_cli.engine.features import speculation
+from cacheblend_cli.engine.features.prompt_lookup import MOST_MATCH, Match
 
 FAR = 7  # proposed after the end of a known answer
 WRONG = ("nowhere", "first", "middle", "last", "no proposal")

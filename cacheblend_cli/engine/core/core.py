@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,9 +12,8 @@ from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.executor import Executor
 from cacheblend_cli.engine.core.hooks import Feature
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
-from cacheblend_cli.engine.core.scheduler import Scheduler
+from cacheblend_cli.engine.core.scheduler import Scheduler, Speculation
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
-from cacheblend_cli.engine.core.speculation import Speculation
 from cacheblend_cli.engine.events import EngineStats, Limits
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
@@ -25,6 +25,14 @@ from cacheblend_cli.kv.prefix_cache import PrefixHit
 ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
+@dataclass(frozen=True)
+class Features:
+    """What a core runs for features: their hooks, in order, and what proposes tokens."""
+
+    hooks: tuple[Feature, ...] = ()
+    speculation: Callable[[Runtime], Speculation | None] = lambda runtime: None
+
+
 class EngineCore:
     """Runs requests, one step at a time, in the calling thread."""
 
@@ -33,9 +41,9 @@ class EngineCore:
         runtime: Runtime,
         limits: Limits,
         memory: DeviceMemory | None = None,
-        features: Several[Feature] = (),
+        features: Features = Features(),
     ) -> None:
-        """memory: pool of a single request, None for a shared one. features: in the order of their hooks."""
+        """memory: pool of a single request, None for a shared one."""
         self._runtime, self._features, decoder = runtime, features, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
         memory = memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences)
@@ -61,7 +69,7 @@ class EngineCore:
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,
-            speculation=Speculation.of(runtime) if limits.speculates else None,
+            speculation=features.speculation(runtime) if limits.speculates else None,
         )
         self._executor = Executor(decoder, self.worker, slice_rows)
         is_async = runtime.async_scheduling and self.scheduler.speculation is None
@@ -108,7 +116,7 @@ class EngineCore:
         end = time.perf_counter()
         self.counts.step_s += end - start
         if self.scheduler.speculation is not None and step.num_rows and not concluding:
-            self.scheduler.speculation.costs.note(step.num_rows, end - scheduled)
+            self.scheduler.speculation.note(step.num_rows, end - scheduled)
         if not self.scheduler.states:
             self.blocks.check_idle()
         return events
@@ -128,15 +136,15 @@ class EngineCore:
     def close(self) -> None:
         self.drop_all()
         if self.scheduler.speculation is not None:
-            self.scheduler.speculation.costs.keep()
+            self.scheduler.speculation.close()
         self.worker.close()
 
 
-def admit(runtime: Runtime, state: RequestState, features: Several[Feature]) -> None:
+def admit(runtime: Runtime, state: RequestState, features: Features) -> None:
     """Check that a request is possible, and let the features prepare it. Raises UsageError."""
     state.max_new_tokens = runtime.max_new_tokens(state.request.sampling)
     runtime.check_length(state.request.plan.num_tokens, state.max_new_tokens)
-    for feature in features:
+    for feature in features.hooks:
         state.request, hook = feature(runtime, state.request)
         if hook is not None:
             state.hooks.append(hook)

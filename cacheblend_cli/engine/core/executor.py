@@ -10,8 +10,7 @@ from itertools import accumulate, groupby
 from torch import Tensor
 
 from cacheblend_cli.engine.core.scheduler import Step
-from cacheblend_cli.engine.core.sequence import Sequence
-from cacheblend_cli.engine.core.speculation import Drafts
+from cacheblend_cli.engine.core.sequence import Drafts, Sequence
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.worker.sampling import tokens_of
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker

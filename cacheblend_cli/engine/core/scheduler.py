@@ -16,9 +16,11 @@ from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.sequence import (
+    Drafts,
     RequestState,
     RunningPrefill,
     Sequence,
@@ -26,7 +28,6 @@ from cacheblend_cli.engine.core.sequence import (
     SwappedKV,
     provenance_of,
 )
-from cacheblend_cli.engine.core.speculation import Drafts, Speculation
 from cacheblend_cli.engine.events import EngineStats
 from cacheblend_cli.engine.worker.prefill import short_rows
 from cacheblend_cli.engine.worker.sampling import Draw
@@ -54,6 +55,20 @@ class Step:
         if self.end or self.swaps or self.begin or self.prefill:
             return 0
         return len(self.decode) + sum(map(len, self.drafts.values()))
+
+
+class Speculation(Protocol):
+    """Proposes tokens, which a decode step computes, too."""
+
+    def drafts(self, sequences: list[Sequence]) -> Drafts:
+        """Return the proposals of a step that decodes these sequences."""
+        ...
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Take the time of a step that decoded num_rows rows and did nothing else."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass

@@ -64,11 +64,6 @@ class Sequence:
         return self.status is SequenceStatus.RUNNING and self.prefill is not None
 
     @property
-    def token_ids(self) -> list[int]:
-        generated = self.output.out.token_ids if self.output else []
-        return [*self.state.request.plan.token_ids, *generated]
-
-    @property
     def next_token(self) -> int:
         """Token whose KV is computed next: the newest, except in a replay."""
         assert self.output is not None
@@ -77,7 +72,7 @@ class Sequence:
     @property
     def num_new_tokens(self) -> int:
         """Number of tokens after the prompt that need blocks at its start."""
-        return 1 if self.output is None else max(1, len(self.token_ids) - self.state.num_tokens + 1)
+        return 1 if self.output is None else len(self.output.out.token_ids) + 1
 
     def watches(self, place: int) -> bool:
         """Return whether a hook takes the attention of the token at position `place`."""
@@ -96,6 +91,10 @@ class Sequence:
         if self.swapped is not None:
             self.swapped.worker.forget(self.swapped.number)
         self.paged, self.swapped, self.status = None, None, status
+
+
+Drafts = dict[Sequence, tuple[int, ...]]
+"""Proposed tokens of each sequence that has any, in order."""
 
 
 @dataclass(eq=False)

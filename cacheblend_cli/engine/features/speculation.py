@@ -15,14 +15,11 @@ import msgspec
 import torch
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.engine.core.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
-from cacheblend_cli.engine.core.sequence import Sequence
+from cacheblend_cli.engine.core.sequence import Drafts, Sequence
+from cacheblend_cli.engine.features.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
-
-Drafts = dict[Sequence, tuple[int, ...]]
-"""Proposed tokens of each sequence that has any, in order."""
 
 FORMAT = 1
 MOST_ROWS = 16
@@ -167,6 +164,12 @@ class Speculation:
                 best, count = rate, index
         taken = [sequence for _, sequence in offers[:count]]
         return {s: matches[s].followers[: taken.count(s)] for s in dict.fromkeys(taken)}
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        self.costs.note(num_rows, seconds)
+
+    def close(self) -> None:
+        self.costs.keep()
 
     def _match(self, sequence: Sequence) -> Match | None:
         """Return the match of a sequence's last tokens, after learning from the one before. None in a replay."""
