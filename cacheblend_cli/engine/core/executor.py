@@ -24,15 +24,9 @@ logger = logging.getLogger("cacheblend")
 class Decoded:
     """One decoded token for each of several sequences, and their proposals."""
 
-    sequences: list[Sequence]
+    rows: dict[Sequence, int]  # of each sequence's newest token; its proposals follow
     output: DecodeOutput
     drafts: Drafts
-
-    @property
-    def first_rows(self) -> list[int]:
-        """The row of each sequence's newest token; its proposals follow."""
-        ends = accumulate(1 + len(self.drafts.get(s, ())) for s in self.sequences)
-        return [0, *ends][: len(self.sequences)]
 
 
 @dataclass
@@ -112,7 +106,8 @@ class Executor:
                 continue
             if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
                 out = replace(out, logits=out.logits.clone())
-            output.decoded.append(Decoded(batch, out, step.drafts))
+            ends = accumulate((1 + len(step.drafts.get(s, ())) for s in batch), initial=0)
+            output.decoded.append(Decoded(dict(zip(batch, ends, strict=False)), out, step.drafts))
 
     def _batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """Split at other RoPE frequencies; where torch multiplies on a CPU, into batches of the rows that a single

@@ -195,15 +195,14 @@ class OutputProcessor:
 
     def _draw(self, decoded: Decoded, output: StepOutput) -> dict[Sequence, Draw]:
         """Draw the next tokens, except in a replay. Does not wait for the device. Failures are added to `output`."""
-        going = list[int]()
-        for index, sequence in enumerate(decoded.sequences):
+        rows = dict[Sequence, int]()
+        for sequence, row in decoded.rows.items():
             sequence.kv_len += 1
             if sequence.replay:
                 sequence.replay -= 1
             else:
-                going.append(index)
-        first = decoded.first_rows
-        return self._draw_rows({decoded.sequences[index]: first[index] for index in going}, decoded, output)
+                rows[sequence] = row
+        return self._draw_rows(rows, decoded, output)
 
     def _draw_rows(self, rows: Mapping[Sequence, int], decoded: Decoded, output: StepOutput) -> dict[Sequence, Draw]:
         """Draw the next token of each sequence from its row of the logits. Does not wait for the device. Failures are
@@ -227,7 +226,7 @@ class OutputProcessor:
 
     def _take_decoded(self, decoded: Decoded, draws: dict[Sequence, Draw], output: StepOutput) -> None:
         """Handle a decode step, except for answers that ended with the token whose KV it computed."""
-        for sequence, row in zip(decoded.sequences, decoded.first_rows, strict=True):
+        for sequence, row in decoded.rows.items():
             self._take_attention(sequence, decoded.output.attention[row])
         going = {s: draw for s, draw in draws.items() if s.status is not SequenceStatus.FINISHED}
         if self._is_async and not self._concluding:  # no token waits for a launch of a hook
@@ -235,7 +234,7 @@ class OutputProcessor:
         else:
             self.append(going)
             self._take_drafts(decoded, going, output)
-        for sequence in decoded.sequences:
+        for sequence in decoded.rows:
             unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
             if sequence.paged is not None and unseen > sequence.paged.num_freed_blocks:
                 sequence.paged.give_back(unseen)
@@ -255,7 +254,6 @@ class OutputProcessor:
         if not decoded.drafts:
             return
         drafts = {s: decoded.drafts[s] for s in going if s in decoded.drafts}
-        first_rows = dict(zip(decoded.sequences, decoded.first_rows, strict=True))
         self._counts.proposed += sum(map(len, drafts.values()))
         for depth in itertools.count():
             drafts = {s: draft for s, draft in drafts.items() if depth < len(draft) and _has_drawn(s, draft[depth])}
@@ -263,8 +261,8 @@ class OutputProcessor:
                 return
             for sequence in drafts:
                 sequence.kv_len += 1
-                self._take_attention(sequence, decoded.output.attention[first_rows[sequence] + depth + 1])
-            draws = self._draw_rows({s: first_rows[s] + depth + 1 for s in drafts}, decoded, output)
+                self._take_attention(sequence, decoded.output.attention[decoded.rows[sequence] + depth + 1])
+            draws = self._draw_rows({s: decoded.rows[s] + depth + 1 for s in drafts}, decoded, output)
             drafts = {s: drafts[s] for s in draws}
             for sequence in draws:
                 assert sequence.output is not None

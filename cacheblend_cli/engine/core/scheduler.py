@@ -147,11 +147,8 @@ class Scheduler:
     def num_places(self) -> int:
         """Number of sequences that could begin now. A prompt being prefilled holds one place until its answers
         begin."""
-        return (
-            self.max_sequences
-            - len(self.with_status(SequenceStatus.RUNNING))
-            - len(self.with_status(SequenceStatus.SWAPPED))
-        )
+        held = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
+        return self.max_sequences - sum(len(self.with_status(status)) for status in held)
 
     def wave(self, num_left: int) -> int:
         """Return how many of a request's num_left answers start now: at most half of all places, to leave room for
