@@ -36,7 +36,7 @@ from cacheblend_cli.engine.worker import prefill
 from cacheblend_cli.types import AskRequest, BlendParams
 
 TOLERANCE = 1e-3  # of logits up to some 10
-REFERENCE = 1e-5  # of the second implementation at ratio 1 beside transformers
+REFERENCE = 1e-4  # of the second implementation at ratio 1 beside transformers
 WIDE = {"hidden_size": 64}  # four heads of 16 channels
 TINY = 3  # families on a CPU
 LLAMA = ("llama-3.1", "qwen2, later windows", "qwen3", "dynamic new", "mistral, narrow window")
