@@ -60,10 +60,6 @@ class LimitedProcess:
         self._finalizer: weakref.finalize | None = None
         _ALL.add(self)
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
     def start(self) -> None:
         """Start the process, so that its imports are done before the first message."""
         with self._lock:
@@ -109,12 +105,6 @@ class LimitedProcess:
     def close(self) -> None:
         with self._lock:
             self._stop()
-
-    def kill(self) -> None:
-        """Kill the process, from any thread and without waiting: an `ask` in progress raises ProcessEnded."""
-        process = self._process
-        if process is not None:
-            process.kill()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

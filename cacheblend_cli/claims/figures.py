@@ -156,9 +156,9 @@ def _figures(text: str, start: int, end: int) -> Iterator[Figure]:
         elif g("address") is not None:
             yield _address(found)
         elif g("time") is not None:
-            yield from _time(found)
+            yield _time(found)
         else:
-            yield from _date(found)
+            yield _date(found)
 
 
 def _windows(text: str) -> Iterator[tuple[int, int]]:
@@ -299,19 +299,18 @@ def _value_of_words(text: str) -> str | None:
     return str(total)
 
 
-def _time(found: re.Match[str]) -> Iterator[Figure]:
+def _time(found: re.Match[str]) -> Figure:
     g = found.group
     hour, minute = int(g("hour")), int(g("minute") or g("minute2") or g("minute3") or 0)
     if hour > 24 or minute > 59:
-        yield Figure(*found.span(), "time", frozenset())  # found only as it is written
-        return
+        return Figure(*found.span(), "time", frozenset())  # found only as it is written
     half = g("half") or g("half2")
     hours = {hour % 12 + 12 * (half == "p")} if half else {hour % 24} | ({hour % 12 + 12} if hour <= 12 else set())
-    yield Figure(*found.span(), "time", frozenset(f"{h % 24}:{minute:02}" for h in hours))
+    return Figure(*found.span(), "time", frozenset(f"{h % 24}:{minute:02}" for h in hours))
 
 
-def _date(found: re.Match[str]) -> Iterator[Figure]:
-    """Yield a date. Its values are YEAR-MONTH-DAY, with nothing for a part that is not given."""
+def _date(found: re.Match[str]) -> Figure:
+    """Return a date. Its values are YEAR-MONTH-DAY, with nothing for a part that is not given."""
     g = found.group
     if g("ymd"):
         year, month, day = re.split(r"[-/.]", g())
@@ -331,4 +330,4 @@ def _date(found: re.Match[str]) -> Iterator[Figure]:
         for year, month, day in dates
         if (not month or 0 < int(month) < 13) and (not day or 0 < int(day) < 32)
     }
-    yield Figure(*found.span(), "date", frozenset(values))
+    return Figure(*found.span(), "date", frozenset(values))

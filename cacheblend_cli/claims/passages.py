@@ -53,7 +53,7 @@ class Passages:
         if figure.kind == "code":
             code, _, rest = written.rpartition("-")  # "TK-500-series"
             return self._written(code) if code and rest.isalpha() else []
-        return [first for first in (self._valued(figure),) if first is not None]
+        return self._valued(figure)
 
     def _written(self, text: str) -> list[Place]:
         """Look up a text that is no part of a longer word or figure."""
@@ -81,16 +81,16 @@ class Passages:
 
     # figures by value
 
-    def _valued(self, figure: Figure) -> Place | None:
-        """Return the first figure of the same value."""
+    def _valued(self, figure: Figure) -> list[Place]:
+        """Return the place of the first figure of the same value."""
         for start, end in self._near(figure):
             self._left -= _STEP
             if self.is_spent:
-                return None
+                break
             for other in figures_around(self._all, start, end):
                 if self._are_same(figure, other):
-                    return self._place(other.start, other.end)
-        return None
+                    return [self._place(other.start, other.end)]
+        return []
 
     def _near(self, figure: Figure) -> list[tuple[int, int]]:
         """Return the digits, words and addresses that a figure of the same value may have."""

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection as Names
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord, DocumentSummary
@@ -97,7 +97,7 @@ def document_summary(
     """Return the summary of a document whose current version is stored. sizes: (key, token count) of each chunk."""
     keys, tokens = zip(*sizes, strict=True)
     kept = with_omissions(record_settings(collection, settings), file.omissions)
-    state = {} if file.state is None else file.state.record()
+    state = {} if file.state is None else asdict(file.state)
     return DocumentSummary(
         file.source, collection.id, settings.context, file.digest, kept, b"".join(keys), pack_ids(tokens), 0.0, state
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, islice, repeat, tee
-from typing import Any, TypeVar
+from itertools import chain, pairwise, tee
+from typing import Any
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
 from cacheblend_store.format.keys import unpack_ids
@@ -32,10 +32,7 @@ from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
 """Documents in order, with their chunks."""
-T = TypeVar("T")
-D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
-_END = object()
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
 _READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
@@ -123,8 +120,7 @@ class Planner:
             _, found = cut
         else:
             return None
-        [(_, chunks)] = plan_documents(part.collection, [(planned.file, found)], part.settings)
-        return chunks
+        return list(planned_chunks(part.collection, planned.file.source, found, part.settings))
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
         """Plan documents whose chunks do not depend on other documents, in batches."""
@@ -259,14 +255,11 @@ class Planner:
         """Leave a document out that cannot be read or cut."""
         try:
             yield
-        except TextRefused as error:
-            self._leave_out(file, NoDocument(error.message, "with text that this model cannot store"))
-        except NoDocument as error:
-            self._leave_out(file, error)
-
-    def _leave_out(self, file: DocumentFile, why: NoDocument) -> None:
-        self._on_left_out(file, why)
-        self.diff.digests[file.source] = ""
+        except (NoDocument, TextRefused) as error:
+            if isinstance(error, TextRefused):
+                error = NoDocument(error.message, "with text that this model cannot store")
+            self._on_left_out(file, error)
+            self.diff.digests[file.source] = ""
 
 
 def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
@@ -290,10 +283,10 @@ def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterabl
 
 def plan_documents(
     collection: Collection,
-    documents: Sequence[tuple[D, Sequence[Chunk]]],
+    documents: Sequence[tuple[Document, Sequence[Chunk]]],
     settings: CollectSettings,
     others: Iterable[Passage] = (),
-) -> list[tuple[D, list[PlannedChunk]]]:
+) -> Planned:
     """Return the documents with their chunks, keys and left contexts.
 
     others: passages of other documents, for `neighbours`.
@@ -323,17 +316,11 @@ def planned_chunks(
         own, before = tee(chunks)
         window = collection.window(settings.window)
         placed = zip(own, document_contexts((chunk.token_ids for chunk in before), window), strict=True)
-    for number, (chunk, left), is_last in _marking_last(placed):
-        keeps_state = is_last or (number + 1) % settings.state_every == 0
+    for number, (one, following) in enumerate(pairwise(chain(placed, (None,))), 1):
+        assert one is not None
+        chunk, left = one
+        keeps_state = following is None or number % settings.state_every == 0
         yield PlannedChunk(collection.key(chunk.token_ids, left), source, chunk, left, settings.context, keeps_state)
-
-
-def _marking_last(items: Iterable[T]) -> Iterator[tuple[int, T, bool]]:
-    """Yield each item with its number, and whether it is the last one."""
-    own, after = tee(items)
-    following = chain(islice(after, 1, None), repeat(_END))
-    for number, (item, then) in enumerate(zip(own, following, strict=False)):
-        yield number, item, then is _END
 
 
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:

@@ -90,14 +90,10 @@ def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSeque
     """Yield the KV of every kept run, in order. Raises DeviceError if one sequence alone runs out of memory."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
-    for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
-        if decoder.state_layout is not None:  # states are needed where chunks end
-            for sequence in pack:
-                yield from _collect_alone(decoder, prefix, sequence)
-        elif len(pack) > 1:
-            yield from _collect_what_fits(decoder, prefix, pack)
-        else:
-            yield from _collect_alone(decoder, prefix, pack[0])
+    # a hybrid's states are needed where chunks end: one sequence at a time
+    most = pack_tokens(decoder.device) if decoder.state_layout is None else 0
+    for pack in packs(sequences, regimes, most):
+        yield from _collect_what_fits(decoder, prefix, pack)
 
 
 def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
@@ -114,17 +110,18 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
         yield pack
 
 
-def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
+def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> Iterator[ChunkKV]:
     """Collect the whole pack at once, or in halves if the device runs out of memory."""
     if len(pack) == 1:
-        return list(_collect_alone(decoder, prefix, pack[0]))
+        yield from _collect_alone(decoder, prefix, pack[0])
+        return
     try:
-        place = _Place(decoder, prefix, pack)
-        return place.collect([(0, len(s.token_ids)) for s in pack])
+        yield from _Place(decoder, prefix, pack).collect([(0, len(s.token_ids)) for s in pack])
+        return
     except torch.OutOfMemoryError:
         pass  # leave the handler first: the exception's frames hold memory
-    halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]
-    return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half)]
+    for half in (pack[: len(pack) // 2], pack[len(pack) // 2 :]):
+        yield from _collect_what_fits(decoder, prefix, half)
 
 
 def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence) -> Iterator[ChunkKV]:

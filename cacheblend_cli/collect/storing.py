@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, DocumentSummary
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.collector import Cluster, Collector, How, PlannedChunk, chunk_manifest
@@ -14,13 +14,13 @@ from cacheblend_cli.collect.document_records import document_record, document_su
 from cacheblend_cli.collect.events import ChunkResult, ChunkStatus, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner
 from cacheblend_cli.collect.room import Room
-from cacheblend_cli.collect.summaries import SummaryWriter
 from cacheblend_cli.corpus.documents import DocumentFile
 from cacheblend_cli.corpus.places import shown
 
 # Tokens of documents whose records and texts are committed together: a commit of a few chunks rewrites as many pages as
 # a commit of many.
 _BATCH_TOKENS = 1 << 18
+_SUMMARIES = 1 << 10  # summaries per transaction
 
 
 @dataclass
@@ -63,7 +63,7 @@ class PlanStorage:
         self._on_event, self._report, self._cluster, self._force = on_event, report, cluster, force
         self._shown = lru_cache(16)(shown)  # called for each chunk
         self._omissions = {file.source: file.omissions for file in planner.diff.documents if file.omissions}
-        self._summaries = SummaryWriter(store)
+        self._summaries = list[DocumentSummary]()  # not yet stored
 
     def store(self, part: Part) -> None:
         """Store the part's documents that changed or lack KV, in batches."""
@@ -84,7 +84,7 @@ class PlanStorage:
                 batch = _Batch(part)
         if batch.documents:
             self._store_batch(collector, batch)
-        self._summaries.flush()
+        self._put_summaries()
 
     def _collector(self, part: Part) -> tuple[Collector, int]:
         """Return the part's collector, and the tokens of a batch for it."""
@@ -104,7 +104,14 @@ class PlanStorage:
             self._add_summary(part, planned.file, ((size.key, size.num_tokens) for size in planned.sizes))
 
     def _add_summary(self, part: Part, file: DocumentFile, sizes: Iterable[tuple[bytes, int]]) -> None:
-        self._summaries.add(document_summary(part.collection, file, part.settings, sizes))
+        self._summaries.append(document_summary(part.collection, file, part.settings, sizes))
+        if len(self._summaries) >= _SUMMARIES:
+            self._put_summaries()
+
+    def _put_summaries(self) -> None:
+        """Store the summaries so far. The store keeps only those of documents whose chunks all have KV."""
+        self._store.put_summaries(self._summaries)
+        self._summaries = []
 
     def _is_noted(self, part: Part, file: DocumentFile) -> bool:
         """Return whether the store has a summary of a document's current version, with its current file state."""
@@ -157,7 +164,7 @@ class PlanStorage:
                 self._tell_of(part, chunk, "unchanged", before)
         for file, chunks in batch.documents:
             self._add_summary(part, file, ((chunk.key, len(chunk.chunk.token_ids)) for chunk in chunks))
-        self._summaries.flush()
+        self._put_summaries()
 
     def _put_records(self, batch: _Batch, wanted: Mapping[bytes, PlannedChunk]) -> dict[bytes, bool]:
         """Store records of the documents that changed, and texts of new chunks. Return whether each chunk that was

@@ -1,7 +1,5 @@
-"""Document summaries in the store (see cacheblend_store/format/summaries.py): write them, and check them before use.
-
-Also the sizes of planned chunks, which a run keeps instead of their texts.
-"""
+"""Document summaries in the store (see cacheblend_store/format/summaries.py), which are checked before use, and the
+sizes of planned chunks, which a run keeps instead of their texts."""
 
 from __future__ import annotations
 
@@ -9,28 +7,11 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cacheblend_store import ChunkStore, DocumentSummary, StoreReader
+from cacheblend_store import DocumentSummary, StoreReader
 from cacheblend_store.format.keys import KEY_BYTES, unpack_ids
 
 _CHECKED = 1 << 13
 """Maximum number of chunk records that a run checks by digest although their summaries are valid."""
-_HELD = 1 << 10  # summaries per transaction
-
-
-class SummaryWriter:
-    """Stores summaries, many per transaction. The store keeps only summaries of documents whose chunks all have KV."""
-
-    def __init__(self, store: ChunkStore) -> None:
-        self._store, self._held = store, list[DocumentSummary]()
-
-    def add(self, summary: DocumentSummary) -> None:
-        self._held.append(summary)
-        if len(self._held) >= _HELD:
-            self.flush()
-
-    def flush(self) -> None:
-        self._store.put_summaries(self._held)
-        self._held = []
 
 
 def split_keys(keys: bytes) -> list[bytes]:

@@ -89,10 +89,7 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
     """
     is_code, encode = kind == "code", lru_cache(_ENCODED)(encode)
     headings = set[int]()
-    if is_code:
-        pieces = _Pieces(text, _ends(text, 0, len(text), encode, max_tokens, _CODE_LEVELS), headings)
-    else:
-        pieces = _Pieces(text, _ends_and_headings(text, encode, max_tokens, kind, headings), headings)
+    pieces = _Pieces(text, _ends_and_headings(text, encode, max_tokens, kind, headings), headings)
     index = first = 0
     length = _FIRST_GUESS * max_tokens
     while pieces.upto(first + 1) > first:
@@ -204,14 +201,14 @@ def _ends_and_headings(text: str, encode: Encode, max_tokens: int, kind: Kind, h
 
     headings: gets the start of each piece of a heading before its end is yielded.
     """
-    start = 0
+    start, levels = 0, _CODE_LEVELS if kind == "code" else _LEVELS
     for begin, end in heading_spans(text, kind):
-        yield from _ends(text, start, begin, encode, max_tokens, _LEVELS)
-        for start in _ends(text, begin, end, encode, max_tokens, _LEVELS):
+        yield from _ends(text, start, begin, encode, max_tokens, levels)
+        for start in _ends(text, begin, end, encode, max_tokens, levels):
             headings.add(begin)
             yield start
             begin = start
-    yield from _ends(text, start, len(text), encode, max_tokens, _LEVELS)
+    yield from _ends(text, start, len(text), encode, max_tokens, levels)
 
 
 def _ends(

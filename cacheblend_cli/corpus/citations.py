@@ -11,7 +11,6 @@ from cacheblend_store import (
     NOWHERE,
     ChunkManifest,
     ChunkStore,
-    DocumentChunk,
     DocumentRecord,
     Locator,
     StoreError,
@@ -28,8 +27,6 @@ TITLE = "title"
 OMISSIONS = "omissions"
 """Key of a document's omissions in its record's settings."""
 FILE_GONE = "file no longer on disk"
-_Place = tuple[str, DocumentChunk, str, tuple[str, ...]]
-"""A document's name, the chunk's place in it, and the document's title and omissions."""
 _MANY = 256  # chunks: after these, read all documents at once
 
 
@@ -72,7 +69,7 @@ class Citations:
         self._store, self._scope = store, scope or project_scope(store)
         self._reader = reader
         self._documents: dict[bytes, DocumentRecord | None] = {}
-        self._places: dict[bytes, list[_Place]] | None = None  # places of all chunks, read after _MANY look-ups
+        self._places: dict[bytes, list[Citation]] | None = None  # places of all chunks, read after _MANY look-ups
         self._asked, self.damaged = 0, False
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
@@ -80,12 +77,7 @@ class Citations:
 
         A chunk without a document gets the name in its manifest.
         """
-        found = [
-            Citation(name, chunk.index, chunk.locator, title, omissions)
-            for name, chunk, title, omissions in self._of(manifest.key)
-        ]
-        if not found:
-            return [Citation(manifest.source, manifest.index)]
+        found = self._of(manifest.key) or [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
             return found
         return sorted(found, key=lambda c: (not holds(self._scope, c.name), on_disk(c.name) is None, c.name))
@@ -96,7 +88,7 @@ class Citations:
     def _reading(self) -> AbstractContextManager[StoreReader]:
         return self._store.read() if self._reader is None else nullcontext(self._reader)
 
-    def _of(self, key: bytes) -> list[_Place]:
+    def _of(self, key: bytes) -> list[Citation]:
         """Return the first place of the chunk in each document."""
         self._asked += 1
         try:
@@ -127,13 +119,13 @@ def omissions_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return bounded_omissions(text for text in found if isinstance(text, str)) if isinstance(found, list) else ()
 
 
-def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place]]:
+def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[Citation]]:
     """Map each chunk key to the first place of the chunk in each document."""
-    found: dict[bytes, list[_Place]] = {}
+    found: dict[bytes, list[Citation]] = {}
     for record in filter(None, records):
         about = title_of(record), omissions_of(record.settings)
         for chunk in record.chunks:
             places = found.setdefault(chunk.key, [])
-            if all(name != record.source for name, *_ in places):
-                places.append((record.source, chunk._replace(locator=bounded(chunk.locator)), *about))
+            if all(place.name != record.source for place in places):
+                places.append(Citation(record.source, chunk.index, bounded(chunk.locator), *about))
     return found

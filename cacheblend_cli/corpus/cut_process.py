@@ -94,11 +94,6 @@ class DocumentCutter:
             else:
                 process.close()
 
-    def close(self) -> None:
-        """End the idle processes."""
-        while self._idle:
-            self._idle.pop().close()
-
     def _cut_in(
         self, process: LimitedProcess, document: Document, cut: CutSettings, cancellation: Cancellation | None
     ) -> Iterator[Chunk]:

@@ -51,11 +51,10 @@ class FileState:
     read_ns: int  # time just before the file was read
 
     @classmethod
-    def of(cls, path: str, found: os.stat_result | None = None) -> FileState | None:
-        """Return the current state of a file, None if stat fails. found: its stat result, if the caller has it."""
+    def of(cls, path: str) -> FileState | None:
+        """Return the current state of a file, None if stat fails."""
         with suppress(OSError):
-            now = time.time_ns()
-            found = found or os.stat(path)
+            now, found = time.time_ns(), os.stat(path)
             times = found.st_mtime_ns, found.st_ctime_ns
             return cls(found.st_ino, found.st_size, *times, reader_of(os.path.basename(path)), now)
         return None
@@ -68,16 +67,13 @@ class FileState:
         except ValidationError:
             return None
 
-    def record(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
     def still_holds(self, now: FileState) -> bool:
         """Return whether the file is unchanged since it was read.
 
         False if it was modified just before reading: a later change could have left the same timestamps.
         """
-        was, is_now = ((f.inode, f.size, f.mtime_ns, f.ctime_ns, f.reader) for f in (self, now))
-        return was == is_now and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
+        is_same = self == replace(now, read_ns=self.read_ns)
+        return is_same and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
 
 
 def reader_of(name: str) -> str:
@@ -100,31 +96,34 @@ MAX_CHARACTERS = 64 << 20
 
 
 class Conversions:
-    """Cache of converted texts by file state: the latest ones, up to MAX_CHARACTERS in total. Plain text is not cached.
-
-    `process` is the ConverterProcess to convert with.
-    """
+    """Converts files, with a cache of their texts by file state: the latest ones, up to MAX_CHARACTERS in total. Plain
+    text is not cached."""
 
     def __init__(self) -> None:
-        self.process = ConverterProcess()
+        self._process = ConverterProcess()
         self._known: dict[str, tuple[tuple[object, ...], Converted]] = {}
         self._characters = 0
 
-    def of(self, file: Path, convert: Callable[[], Converted], ocr: str = "") -> Converted:
-        """Return the cached conversion if the file is unchanged, else call `convert`. ocr: see Selection."""
+    def of(self, file: Path, ocr: str) -> Converted:
+        """Return the cached conversion if the file is unchanged, else convert it. ocr: see Selection. Raises
+        NoDocument."""
         try:
             found = file.stat()
         except OSError:
-            return convert()
+            return self._convert(file, ocr)
         state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, ocr
         name = os.path.abspath(file)
         known = self._known.get(name)
         if known is not None and known[0] == state:
             return known[1]
-        converted = convert()  # a change during conversion makes `state` stale, so the entry is not used
+        converted = self._convert(file, ocr)  # a change during conversion makes `state` stale, so the entry is not used
         if not converted.layout.numbered:
             self._keep(name, state, converted)
         return converted
+
+    def _convert(self, file: Path, ocr: str) -> Converted:
+        data, convert = _bytes(file), partial(self._process.convert, file.name)
+        return _ended(convert_with_ocr(convert, data, ocr) if ocr else convert(data))
 
     def _keep(self, name: str, state: tuple[object, ...], converted: Converted) -> None:
         if name in self._known:
@@ -185,8 +184,7 @@ class DocumentFile:
         """Read the document again. Raises NoDocument if it cannot be read any more, or has changed."""
         if self.document is not None:
             return self.document
-        file = Path(self.path)
-        converted = conversions.of(file, partial(_convert, file, conversions.process, self.ocr), self.ocr)
+        converted = conversions.of(Path(self.path), self.ocr)
         document = Document(self.source, converted.text, self.root, converted.layout, self.path)
         if document.digest != self.digest:
             raise NoDocument("changed while it was read", unread=True)
@@ -278,7 +276,7 @@ def read_documents(
             if state is not None and old is not None and old.state is not None and old.state.still_holds(state):
                 yield replace(old, root=root, path=str(file), ocr=found.ocr)
                 continue
-            converted = conversions.of(file, partial(_convert, file, conversions.process, found.ocr), found.ocr)
+            converted = conversions.of(file, found.ocr)
             yield Document(source, converted.text, root, converted.layout, str(file), state, found.ocr)
         except NoDocument as no:
             yield found.skipped(no)
@@ -311,11 +309,6 @@ def _stdin() -> Converted:
     if len(data) > MAX_BYTES:
         raise NoDocument(f"more than {MAX_BYTES >> 20} MB on stdin")
     return _ended(from_markdown(data))
-
-
-def _convert(file: Path, process: ConverterProcess, ocr: str) -> Converted:
-    data, convert = _bytes(file), partial(process.convert, file.name)
-    return _ended(convert_with_ocr(convert, data, ocr) if ocr else convert(data))
 
 
 def _ended(converted: Converted) -> Converted:

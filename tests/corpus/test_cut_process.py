@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from subprocess import run
 
 import pytest
@@ -38,10 +37,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
 
 
 @pytest.fixture(scope="module")
-def shared(encoder: TextEncoder) -> Iterator[DocumentCutter]:
-    cutter = DocumentCutter(encoder)
-    yield cutter
-    cutter.close()
+def shared(encoder: TextEncoder) -> DocumentCutter:
+    return DocumentCutter(encoder)
 
 
 @pytest.fixture
@@ -83,9 +80,9 @@ def test_a_short_document_needs_no_process(encoder: TextEncoder) -> None:
 
 def test_a_process_is_used_again_and_two_are_kept(cutter: DocumentCutter) -> None:
     list(cutter.cut(document(), CUT))
-    [pid] = {process.pid for process in cutter._idle}
+    [process] = [limited._process for limited in cutter._idle]
     list(cutter.cut(document(), CUT))
-    assert [process.pid for process in cutter._idle] == [pid]
+    assert [limited._process for limited in cutter._idle] == [process] != [None]
     together = [cutter.cut(document(), CUT) for _ in range(3)]
     assert all(next(chunks) for chunks in together)
     assert len({tuple(chunks) for chunks in together}) == 1
@@ -118,7 +115,6 @@ def test_a_document_beyond_a_limit_is_skipped(
         list(limited.cut(document("# a\n" * 200_000, "markdown"), CUT))
     limited._limits = CutLimits()
     assert list(limited.cut(document(), CUT)) == list(cut_document(document(), encoder.encode, CUT))
-    limited.close()
 
 
 def test_a_process_that_is_killed_is_a_reason(cutter: DocumentCutter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +140,7 @@ def test_chunks_that_nobody_reads_end_the_process(cutter: DocumentCutter) -> Non
     chunks = cutter.cut(document(TEXT * 2000), CUT)
     next(chunks)
     chunks.close()  # type: ignore[attr-defined]
-    assert cutter._idle[-1].pid is None
+    assert cutter._idle[-1]._process is None
     assert list(cutter.cut(document(), CUT))
 
 

@@ -98,11 +98,11 @@ def test_it_is_known_whether_the_date_was_printed() -> None:
 
 def test_one_process_renders_all_templates(process: limited_process.LimitedProcess) -> None:
     rendered("{{ 1 }}")
-    pid = process.pid
+    started = process._process
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda n: rendered(f"{{{{ {n} + 1 }}}}"), range(64)))
     assert texts == [str(n + 1) for n in range(64)]
-    assert process.pid == pid is not None
+    assert process._process is started is not None
 
 
 def test_after_a_crash_another_process_renders(
@@ -116,9 +116,10 @@ def test_after_a_crash_another_process_renders(
 
 def test_a_process_that_was_killed_while_it_waited_is_started_again(process: limited_process.LimitedProcess) -> None:
     assert rendered("{{ 1 }}") == "1"
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process._process is not None
+    pid = process._process.pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert rendered("{{ 2 }}") == "2"
 
 
@@ -182,7 +183,7 @@ from cacheblend_cli.model.tokenizer import Tokenizer
 
 tokenizer = Tokenizer(Path({str(tmp_path)!r}))
 assert tokenizer.render([dict(role="user", content="who?")], datetime.now(), {{}}).text
-print("jinja2" in sys.modules, template_process._PROCESS.pid)
+print("jinja2" in sys.modules, template_process._PROCESS._process.pid)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported, pid = done.stdout.split()

@@ -19,10 +19,11 @@ def killed_at_work(process: limited_process.LimitedProcess, monkeypatch: pytest.
     send = limited_process._send
 
     def send_and_kill(stream: IO[bytes], message: bytes) -> None:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        assert process._process is not None
+        pid = process._process.pid
+        os.kill(pid, signal.SIGSTOP)
         send(stream, message)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
         patch.setattr(limited_process, "_send", send_and_kill)
