@@ -75,12 +75,6 @@ class UnsupportedClaims(NotFoundError):
     """An answer has claims that are not in its sources, and is refused."""
 
 
-class StoreFault(CacheBlendError):
-    """The store is corrupt, full, locked, in a wrong format, or out of disk space."""
-
-    exit_code = ExitCode.STORE
-
-
 class DeviceError(CacheBlendError):
     """CUDA is missing, memory ran out, or a backend cannot run on this machine."""
 

@@ -45,13 +45,10 @@ def settle(path: Path, text: str) -> str:
     with suppress(OSError):
         temporary = private_files.temporary_of(path, text.encode())
         try:
-            try:
-                os.link(temporary, path)  # fails if the file exists
-            except FileExistsError:
-                pass
-            except OSError:  # a filesystem without hard links
-                if not path.exists():
-                    temporary.replace(path)
+            os.link(temporary, path)  # fails if the file exists
+        except OSError:  # or on a filesystem without hard links
+            if not os.path.lexists(path):
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
     return recall(path) or text

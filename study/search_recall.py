@@ -27,7 +27,7 @@ from typing import Any
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
 
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import BY, Lookup, SearchHit, is_weak, search
+from cacheblend_cli.corpus.search import BY, Lookup, SearchHit, SearchResult, search
 from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
@@ -128,9 +128,9 @@ def measure(
         for by in BY:
             lookup = Lookup(max(AT), by=by, embedder=embedder)
             own, foreign = ([search(store, q.question, lookup).hits for q in asked] for asked in (questions, others))
-            weak = {"weak": share(is_weak(hits, by) for hits in own)}
+            weak = {"weak": share(SearchResult(hits, by).weak for hits in own)}
             if others:
-                weak["weak_of_others"] = share(is_weak(hits, by) for hits in foreign)
+                weak["weak_of_others"] = share(SearchResult(hits, by).weak for hits in foreign)
             rows.append({"by": by, **{f"recall_at_{k}": recall(own, questions, k) for k in AT}, **weak})
     return rows
 

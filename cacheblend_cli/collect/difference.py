@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from cacheblend_store import Amount, ChunkStore
@@ -88,16 +89,11 @@ class _Comparison:
         self.found, self.planned = Difference(), set[bytes]()
 
     def add_settled(self, part: Part) -> None:
-        counts = Counter[int]()  # number of chunks by number of tokens: the bytes of each length are computed once
+        amount, stored_bytes = self.found.unchanged, cache(part.stored_bytes)
         for key, num_tokens in part.settled.chunks():
             if key not in self.planned:
                 self.planned.add(key)
-                counts[num_tokens] += 1
-        amount = self.found.unchanged
-        for num_tokens, count in counts.items():
-            amount.chunks += count
-            amount.tokens += count * num_tokens
-            amount.bytes += count * part.stored_bytes(num_tokens)
+                amount.add(num_tokens, stored_bytes(num_tokens))
 
     def add_document(self, part: Part, document: PlannedDocument, missing: Missing) -> None:
         """Count a document's chunks, and why some are computed. missing: gets the chunks to compute."""

@@ -33,17 +33,15 @@ class CollectSettings:
 
     def __post_init__(self) -> None:
         check_known("context", self.context, CONTEXTS)
-        if self.chunk_tokens < 1:
-            raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
+        for name in ("chunk_tokens", "window", "neighbours", "state_every"):
+            if (value := getattr(self, name)) < 1:
+                default = getattr(CollectSettings, name)
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not 1 or more", f"{default} is the default")
         if not 0 <= self.overlap <= self.chunk_tokens // 2:
             raise UsageError(
                 f"--overlap {self.overlap} is not between 0 and half of --chunk-tokens {self.chunk_tokens}",
                 "a tenth of a chunk is usually enough",
             )
-        for name in ("window", "neighbours", "state_every"):
-            if (value := getattr(self, name)) < 1:
-                default = getattr(CollectSettings, name)
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not 1 or more", f"{default} is the default")
         check_known("KV dtype", self.kv_dtype, KV_DTYPES)
 
     def of_record(self) -> dict[str, int]:

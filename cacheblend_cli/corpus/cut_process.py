@@ -7,13 +7,12 @@ Cutting and encoding hold Python's lock, so a long text would stop all other thr
 from __future__ import annotations
 
 import os
-from array import array
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import msgspec
-from cacheblend_store import Locator
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.chunker import Chunk
@@ -53,20 +52,10 @@ class _Job(msgspec.Struct):
     limits: CutLimits
 
 
-class _Piece(msgspec.Struct, array_like=True):
-    """A chunk without the text that the caller has."""
-
-    head: str
-    token_ids: bytes  # uint32
-    start: int
-    end: int
-    locator: Locator
-
-
 class _Batch(msgspec.Struct):
     """Chunks of a document in order, or why there are no more."""
 
-    chunks: list[_Piece] = []
+    chunks: list[Chunk] = []
     refused: tuple[str, str | None] | None = None  # arguments of a TextRefused
     reason: str = ""  # of a NoDocument
 
@@ -101,28 +90,22 @@ class DocumentCutter:
         size, job = len(text), _Job(document.source, text, document.layout, cut, self._limits)
         message = msgspec.msgpack.encode(job)
         del text, job
-        index, shared = 0, dict[int, int]()
+        shared = dict[int, int]()
         try:
             for answer in process.stream(message, cancellation):
                 batch = msgspec.msgpack.decode(answer, type=_Batch)
-                for piece in batch.chunks:
-                    ids = array("I", piece.token_ids)
-                    token_ids = tuple(map(shared.setdefault, ids, ids))
-                    body = piece.head + document.text[piece.start : piece.end]
-                    yield Chunk(index, body, token_ids, piece.start, piece.end, piece.locator)
-                    index += 1
+                for chunk in batch.chunks:
+                    ids = chunk.token_ids
+                    yield replace(chunk, token_ids=tuple(map(shared.setdefault, ids, ids)))
                 if batch.refused is not None:
                     raise TextRefused(*batch.refused)
                 if batch.reason:
                     raise NoDocument(batch.reason, "too large to cut")
         except ProcessEnded as ended:
-            raise self._refusal(ended, size) from None
-
-    def _refusal(self, ended: ProcessEnded, size: int) -> NoDocument:
-        """Return the error for a process that ended without an answer."""
-        if ended.is_too_slow:
-            return NoDocument(f"takes more than {self._limits.seconds_for(size):,.0f} s to cut", "too slow to cut")
-        return NoDocument(f"cutting it crashed ({ended})", "too large to cut")
+            if ended.is_too_slow:
+                seconds = self._limits.seconds_for(size)
+                raise NoDocument(f"takes more than {seconds:,.0f} s to cut", "too slow to cut") from None
+            raise NoDocument(f"cutting it crashed ({ended})", "too large to cut") from None
 
 
 _CUTTERS: WeakKeyDictionary[Tokenizer, DocumentCutter] = WeakKeyDictionary()
@@ -141,9 +124,7 @@ def _answers(encoder: TextEncoder, job: _Job) -> Iterator[bytes]:
     try:
         with limits(job.limits.seconds_for(size), memory):
             for chunk in cut_document(document, encoder.encode, job.cut):
-                head = chunk.text[: len(chunk.text) - (chunk.end - chunk.start)]
-                ids = array("I", chunk.token_ids).tobytes()
-                batch.chunks.append(_Piece(head, ids, chunk.start, chunk.end, chunk.locator))
+                batch.chunks.append(chunk)
                 characters += len(chunk.text)
                 if characters >= _BATCH:
                     yield msgspec.msgpack.encode(batch)
@@ -155,11 +136,7 @@ def _answers(encoder: TextEncoder, job: _Job) -> Iterator[bytes]:
     yield msgspec.msgpack.encode(batch)
 
 
-def _serve() -> None:
+if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each thread would reserve address space
     encoder = TextEncoder.of_bytes(receive_greeting())
     serve(lambda message: _answers(encoder, msgspec.msgpack.decode(message, type=_Job)))
-
-
-if __name__ == "__main__":
-    _serve()

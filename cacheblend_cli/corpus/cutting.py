@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -73,19 +73,10 @@ def _tail(text: str, begin: int, start: int, encode: Encode, most: int) -> int:
     for ends in (_SENTENCE_ENDS, _WORD_ENDS):
         starts = [match.end() for match in ends.finditer(window) if match.end() < len(window)]
         starts = [0, *starts] if first == begin else starts
-        fits = _first(starts, lambda at: len(encode(window[at:])) <= most)
-        if fits is not None:
-            return first + fits
+        fits = bisect_left(starts, True, key=lambda at: len(encode(window[at:])) <= most)  # as all after it
+        if fits < len(starts):
+            return first + starts[fits]
     return start
-
-
-def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the first value that fits, by bisection: all values after it must fit too."""
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(values[middle]) else (middle + 1, high)
-    return values[low] if low < len(values) else None
 
 
 class _Heads:
@@ -97,9 +88,8 @@ class _Heads:
     def __init__(self, document: Document, outline: Outline, encode: Encode, cut: CutSettings) -> None:
         self._form, self._encode = cut.head, encode
         self._room = (cut.chunk_tokens - cut.overlap) // _HEAD_SHARE
-        title = document.layout.title
-        name = "stdin" if is_stdin(document.source) else PurePosixPath(document.source).name
-        self._title, self._name = title, name
+        self._title = document.layout.title
+        self._name = "stdin" if is_stdin(document.source) else PurePosixPath(document.source).name
         self.of = lru_cache(_HEADS)(self._head)
         self.most = max(len(encode(head)) if (head := self.of(path)) else 0 for path in outline.paths)
 
@@ -107,8 +97,8 @@ class _Heads:
         names = headings if not self._title or self._title in headings[:1] else (self._title, *headings)
         names = tuple(" ".join(name.split()) for name in (names or (self._name,))[-_TITLES:])
         heads = [self._form.replace("{source}", " > ".join(names[outer:])) for outer in range(len(names))]
-        fits = _first(list(range(len(heads))), lambda outer: len(self._encode(heads[outer])) <= self._room)
-        return "" if fits is None else heads[fits]
+        fits = bisect_left(heads, True, key=lambda head: len(self._encode(head)) <= self._room)
+        return heads[fits] if fits < len(heads) else ""
 
 
 _NUMBERED = re.compile(r"(\w+) (\d+)")

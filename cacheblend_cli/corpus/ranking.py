@@ -74,12 +74,12 @@ def sentences_of(text: str) -> list[str]:
     return [one for part in _SENTENCE.split(text) if (one := " ".join(part.lstrip("#").split()))]
 
 
-def telling_sentence(text: str, embedder: Embedder | None, vector: NDArray[np.float32] | None) -> str:
-    """Return the sentence nearest to a vector [dim], on one line; without a vector, the first sentence."""
+def telling_sentence(text: str, query: Query | None) -> str:
+    """Return the sentence nearest to the query, on one line; without a query or embeddings, the first sentence."""
     sentences = sentences_of(text) or [""]
     best = 0
-    if embedder is not None and vector is not None and len(sentences) > 1:
-        best = int((embedder.embed(sentences) @ vector).argmax())
+    if query is not None and query.embedder is not None and len(sentences) > 1:
+        best = int((query.embedder.embed(sentences) @ query.vector).argmax())
     return sentences[best] if len(sentences[best]) <= _SHOWN else sentences[best][:_SHOWN] + " ..."
 
 

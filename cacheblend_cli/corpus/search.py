@@ -113,7 +113,8 @@ class SearchResult(NamedTuple):
 
     @property
     def weak(self) -> bool:
-        return is_weak(self.hits, self.by)
+        """Return whether even the best hit is a weak match. The thresholds are measured in study/search.md."""
+        return max((hit.match for hit in self.hits), default=0.0) < WEAK_BELOW[self.by]
 
 
 def left_out_notes(num_cut: int, num_repeated: int) -> Iterator[str]:
@@ -155,11 +156,9 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         counted = _Counted(db, collections, lookup.context, lookup.scope)
         words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked, searched)
         meaning = ByMeaning(db, asked, searched) if asked.embedder else None
-        ranking: Iterable[Row]
+        ranking: Iterable[Row] = words or meaning or ()
         if words and meaning:
             ranking = fuse(words, meaning, counted.of, lookup.k)
-        else:
-            ranking = words or meaning or ()
         distinct = _Distinct(db)
         rows = [row for row in islice(distinct.of(counted.of(ranking)), lookup.k) if row.score >= lookup.min_score]
         num_found = len(rows)
@@ -173,11 +172,6 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         return SearchResult(hits, lookup.by, num_found - len(rows), damaged, distinct.num_repeated)
 
 
-def is_weak(hits: Sequence[SearchHit], by: str) -> bool:
-    """Return whether even the best hit is a weak match. The thresholds are measured in study/search.md."""
-    return max((hit.match for hit in hits), default=0.0) < WEAK_BELOW[by]
-
-
 def _hit(row: Row, snippet: str, match: float, *, beside: bool = False) -> SearchHit:
     return SearchHit(bytes.fromhex(row.key), row.source, row.position, row.score, snippet, match, beside)
 
@@ -189,8 +183,7 @@ def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Qu
         found = db.execute(_SNIPPET, (size, " OR ".join(terms), row.id)).fetchone()
     if found is None:
         [body] = db.execute(_BODY, (row.id,)).fetchone()
-        embedder = asked.embedder if asked else None
-        return telling_sentence(unspaced(body), embedder, asked.vector if asked and embedder else None)
+        return telling_sentence(unspaced(body), asked)
     return " ".join(unspaced(found[0]).split())[:_SNIPPET_CHARACTERS]
 
 

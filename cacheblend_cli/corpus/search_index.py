@@ -18,14 +18,6 @@ from cacheblend_cli.corpus.normalise import fts5_tokenizer
 
 _SCHEMA = 12
 _TABLES = """
-    DROP TABLE IF EXISTS chunks;
-    DROP TABLE IF EXISTS places;
-    DROP TABLE IF EXISTS versions;
-    DROP TABLE IF EXISTS stamp;
-    DROP TABLE IF EXISTS vectors;
-    DROP TABLE IF EXISTS pending;
-    DROP TABLE IF EXISTS embedder;
-    DROP TABLE IF EXISTS damaged;
     CREATE TABLE stamp (value TEXT);
     CREATE TABLE places (
         id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT, document TEXT,
@@ -132,6 +124,8 @@ def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
                 return
             changes = None
             if identity != store.identity:
+                for table in ("chunks", "places", "versions", "stamp", "vectors", "pending", "embedder", "damaged"):
+                    db.execute(f"DROP TABLE IF EXISTS {table}")
                 for statement in _TABLES.format(tokenizer=fts5_tokenizer(), schema=_SCHEMA).split(";"):
                     db.execute(statement)
             else:

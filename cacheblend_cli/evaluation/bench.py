@@ -15,7 +15,7 @@ from cacheblend_store import ChunkStore, StoreNoSpace
 
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.errors import StoreFault, UsageError
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.profile import check_blends
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import (
@@ -120,7 +120,7 @@ def bench(
     on_run: Callable[[int, int, str], None],
 ) -> BenchReport:
     """Collect the chunks into a temporary store, then run every setting and a decode once per round. settings: a full
-    prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of the system's
+    prefill first. Raises UsageError for a setting that the model cannot run, StoreNoSpace if the disk of the system's
     temporary folder is too small."""
     check_blends(engine)
     model, decoder = engine.model, engine.model.decoder
@@ -144,7 +144,7 @@ def bench(
             found = in_turn(cases, rounds, on_run)
     except StoreNoSpace as error:
         hint = "free some space, use fewer --tokens, or set TMPDIR to a folder on a larger disk"
-        raise StoreFault(error.message, hint) from error
+        raise StoreNoSpace(error.message, hint) from error
     runs = {s.label: [r for r in found[s.label] if isinstance(r, FirstToken)] for s in settings}
     full_s = median(r.seconds for r in runs[settings[0].label])
     plan = prompt.plan(settings[0].blend)

@@ -20,7 +20,7 @@ from stored_texts import forget, put_document
 
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import Lookup, is_weak, search
+from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
@@ -129,7 +129,7 @@ def test_the_conversation_counts_less_than_the_question(store: ChunkStore) -> No
 @pytest.mark.parametrize(("question", "weak"), [("Reimbursed travel?", False), ("Capital of Mongolia?", True)])
 @pytest.mark.parametrize("how", [Lookup(9), MEANING, BOTH])
 def test_weak_matches_are_told_from_good_ones(store: ChunkStore, how: Lookup, question: str, weak: bool) -> None:
-    assert is_weak(search(store, question, how).hits, how.by if how.embedder else "words") == weak
+    assert search(store, question, how).weak == weak
 
 
 def test_threads_search_and_embed_at_the_same_time(store: ChunkStore) -> None:
