@@ -36,10 +36,9 @@ class Passages:
     texts as written is found in all of them, the rest in the first."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        own, self._raw = [folded(text) for text in texts], _BETWEEN.join(texts)
-        self._starts = list(accumulate((len(text) + len(_BETWEEN) for text in own), initial=0))
-        self._all, self._left = _BETWEEN.join(own), MAX_SEARCHED
-        self._texts = own
+        self._texts, self._raw = [folded(text) for text in texts], _BETWEEN.join(texts)
+        self._starts = list(accumulate((len(text) + len(_BETWEEN) for text in self._texts), initial=0))
+        self._all, self._left = _BETWEEN.join(self._texts), MAX_SEARCHED
 
     @property
     def is_spent(self) -> bool:

@@ -14,7 +14,7 @@ from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.collect.document_records import StoredDocument, gone_documents
 from cacheblend_cli.collect.settings import CollectSettings, DocumentRoot, SourceSettings
-from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, FileState, Skipped, read_documents
+from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, Skipped, read_documents
 from cacheblend_cli.corpus.ocr import check_ocr
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.corpus.walk import Selection
@@ -201,12 +201,8 @@ def _unrecorded(
 
 def _known_files(records: Mapping[bytes, StoredDocument]) -> dict[str, DocumentFile]:
     """Map document names to the files as last read."""
-    latest: dict[str, tuple[FileState, StoredDocument]] = {}
-    for record in records.values():
-        known = latest.get(record.source)
-        if record.file is not None and (known is None or known[0].read_ns < record.file.read_ns):
-            latest[record.source] = record.file, record
-    return {
-        name: DocumentFile(name, "", record.content_digest, record.omissions, state=state)
-        for name, (state, record) in latest.items()
+    read = [(record.file, record) for record in records.values() if record.file is not None]
+    return {  # of several records of a document, the latest stays
+        record.source: DocumentFile(record.source, "", record.content_digest, record.omissions, state=state)
+        for state, record in sorted(read, key=lambda pair: pair[0].read_ns)
     }

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate, groupby, islice
-from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_store.format.blobs import blob_prefix, blob_spec, encode_blob, state_spec
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.collect.prefill import ChunkKV, pack_tokens
 from cacheblend_cli.kv.pool import to_host
-
-if TYPE_CHECKING:
-    from cacheblend_cli.model.states import SequenceState
+from cacheblend_cli.model.states import SequenceState, StateLayout
 
 _VALUES = 1 << 23  # of K and V, encoded in one pass: 8 layers of 512 tokens of an 8B, with 150 MB of temporary tensors
 _COPIES = 2  # chunks in pinned memory: one is read while the next is copied
@@ -136,8 +133,6 @@ class _DeviceChunk(EncodedChunk):
 
 def encode_state(state: SequenceState) -> bytes:
     """Return the blob of recurrent layers' state, as `records.layer_spec` describes it."""
-    from cacheblend_cli.model.states import StateLayout
-
     layout = StateLayout.of(state)
     spec = state_spec(layout.stored)
     return encode_blob(spec, dict(zip(spec, layout.to_bytes(state), strict=True)))

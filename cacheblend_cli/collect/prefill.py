@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,9 +22,7 @@ from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, packed_rows, slice_rows
 from cacheblend_cli.model.decoder import Decoder
-
-if TYPE_CHECKING:
-    from cacheblend_cli.model.states import SequenceState
+from cacheblend_cli.model.states import SequenceState
 
 PACK_TOKENS = {"cpu": 512}
 OTHER_PACK_TOKENS = 4096

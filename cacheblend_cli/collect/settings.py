@@ -97,20 +97,21 @@ class SourceSettings:
     """Roots that a store remembers for a salt. If a model has no root for a path, roots of other models apply."""
 
     def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
-        self._model, self._salt = collection.model.fingerprint, collection.salt_digest
+        self._model, salt = collection.model.fingerprint, collection.salt_digest
         found = map(DocumentRoot.of_memo, store.memos(ROOTS) if store is not None else ())
-        self._known = [root for root in found if root is not None and root.salt == self._salt]
+        known = [root for root in found if root is not None and root.salt == salt]
+        self._own = [root for root in known if root.model == self._model]
+        self._others = [root for root in known if root.model != self._model]
 
     @property
     def paths(self) -> list[str]:
         """Sorted paths that were given for this model."""
-        return sorted({r.path for r in self._known if r.model == self._model and not is_stdin(r.path)})
+        return sorted({r.path for r in self._own if not is_stdin(r.path)})
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """Return the nearest root at or above a document or root."""
-        above = [r for r in self._known if is_within(name, r.path)]
-        own = [r for r in above if r.model == self._model]
-        return max(own or above, key=lambda r: (len(r.path), r.updated), default=None)
+        own, others = ([r for r in roots if is_within(name, r.path)] for roots in (self._own, self._others))
+        return max(own or others, key=lambda r: (len(r.path), r.updated), default=None)
 
     def selection_of(self, name: str) -> Selection:
         """Return the remembered selection of a folder, or of the nearest root above it."""
@@ -124,11 +125,10 @@ class SourceSettings:
         kept: names of the documents found below the paths.
         """
         looked_at = set(paths)
-        own = [r for r in self._known if r.model == self._model]
-        lost = {name for r in own if r.path in looked_at for name in r.linked} - kept
+        lost = {name for r in self._own if r.path in looked_at for name in r.linked} - kept
 
         def is_reached(name: str) -> bool:
-            return any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
+            return any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in self._own)
 
         return {name for name in lost if not is_reached(name)}
 
@@ -141,7 +141,7 @@ class SourceSettings:
         done: the run is complete. Before that, documents that it may still remove stay linked.
         """
         now = time.time()
-        known = {r.path: r for r in self._known if r.model == self._model}
+        known = {r.path: r for r in self._own}
         after, wanted = dict(known), {root.path: root for root in roots}
         for path, root in wanted.items():
             above, old = self.nearest(path), known.get(path)
@@ -157,4 +157,4 @@ class SourceSettings:
                 if is_below(below.path, path) and below.path not in wanted:
                     after[below.path] = replace(below, settings=replace(below.settings, **given), updated=now)
         store.put_memos([root.memo() for path, root in after.items() if root != known.get(path)])
-        self._known = [r for r in self._known if r.model != self._model] + list(after.values())
+        self._own = list(after.values())

@@ -92,12 +92,12 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
     pieces = _Pieces(text, _ends_and_headings(text, encode, max_tokens, kind, headings), headings)
     index = first = 0
     length = _FIRST_GUESS * max_tokens
-    while pieces.upto(first + 1) > first:
+    while pieces.has(first):
         stop, ids = _fill(pieces, first, encode, max_tokens, length)
         while not is_code and pieces.is_title(first, stop) and pieces.split(first, stop, encode, max_tokens):
             stop, ids = _fill(pieces, first, encode, max_tokens, length)
         length = pieces.start(stop) - pieces.start(first)
-        if stop < pieces.upto(stop + 1):
+        if pieces.has(stop):
             for kept in _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop):
                 # a shorter text can have more tokens
                 if len(shorter := encode(pieces.text(first, kept))) <= max_tokens:
@@ -120,14 +120,13 @@ class _Pieces:
         self._text, self._source, self._headings = text, ends, headings
         self._starts, self._first = array("Q", [0]), 0  # starts of the pieces from number `_first`, and the last end
 
-    def upto(self, stop: int) -> int:
-        """Return the number of pieces, at most `stop`."""
-        while (known := self._first + len(self._starts) - 1) < stop:
-            end = next(self._source, None)
-            if end is None:
-                return known
+    def has(self, number: int) -> bool:
+        """Return whether there is a piece of this number."""
+        while self._first + len(self._starts) - 1 <= number:
+            if (end := next(self._source, None)) is None:
+                return False
             self._starts.append(end)
-        return stop
+        return True
 
     def reaching(self, position: int) -> int:
         """Return the number of pieces up to the one that contains the position; all of them if it is after the text."""
@@ -162,7 +161,7 @@ class _Pieces:
 
     def is_title(self, first: int, stop: int) -> bool:
         """Return whether a run has nothing but headings, and text follows."""
-        return self.before_headings(first, stop) == first and stop < self.upto(stop + 1)
+        return self.before_headings(first, stop) == first and self.has(stop)
 
     def split(self, first: int, number: int, encode: Encode, max_tokens: int) -> bool:
         """Cut a piece so that its beginning fits with the run from `first`. Return False if not even a word fits."""

@@ -48,12 +48,8 @@ class Citation:
     @property
     def place(self) -> str:
         """Place of the chunk in words: "lines 3-9", with a remark if the file is not on disk now."""
-        return ", ".join(filter(None, (self.locator.text, FILE_GONE * self.is_gone)))
-
-    @property
-    def is_gone(self) -> bool:
-        """Return whether the document is a file that does not exist now."""
-        return is_file(self.name) and not is_stdin(self.name) and on_disk(self.name) is None
+        is_gone = is_file(self.name) and not is_stdin(self.name) and on_disk(self.name) is None
+        return ", ".join(filter(None, (self.locator.text, FILE_GONE * is_gone)))
 
 
 class Citations:

@@ -30,8 +30,6 @@ _HEADS = 4096  # heads to remember
 
 @dataclass(frozen=True)
 class CutSettings:
-    """Settings for cutting a document."""
-
     chunk_tokens: int  # maximum tokens of a chunk, including head and overlap
     overlap: int = 0  # maximum tokens repeated from the preceding text
     head: str = ""  # text to put before each chunk, with the placeholder {source}

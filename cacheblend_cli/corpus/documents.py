@@ -193,8 +193,6 @@ class DocumentFile:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped file."""
-
     source: str  # document name, see corpus/places.py
     reason: str
     typed: str  # path as the user typed it, or below such a path

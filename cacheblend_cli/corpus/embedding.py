@@ -262,10 +262,11 @@ def _pooling(path: Path) -> str:
     modes = [_MODES.get(name, name) for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     if isinstance(config.get("pooling_mode"), str):
         modes = [config["pooling_mode"]]
-    if len(modes) != 1 or modes[0] not in _MODES.values() or config.get("include_prompt") is False:
-        described = ", ".join(modes) if config.get("include_prompt") is not False else "tokens without the prompt's"
+    if config.get("include_prompt") is False:
+        modes = ["tokens without the prompt's"]
+    if len(modes) != 1 or modes[0] not in _MODES.values():
         raise NotFoundError(
-            f"{path} has unsupported pooling: {described or 'none'}",
+            f"{path} has unsupported pooling: {', '.join(modes) or 'none'}",
             f"known, one at a time: {', '.join(_MODES.values())}",
         )
     return modes[0]

@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
-
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument
 from cacheblend_cli.corpus.converters.omissions import Omissions, number_ranges
 from cacheblend_cli.corpus.layout import Converted
@@ -33,19 +31,11 @@ _MOST_PAGES = 10_000  # named in one command
 _MESSAGE = 200  # characters to show of a message
 _BAD_ARGUMENTS, _MISSING_DEPENDENCY = 1, 3
 """Exit statuses that apply to every file: an ocrmypdf that is too old, or without tesseract or a language of it."""
-
-
-class OcrLimits(msgspec.Struct, frozen=True):
-    """Limits for recognising one file."""
-
-    seconds: float = 300
-    seconds_per_mib: float = 120  # additional time per MiB of the file: ten to twenty pages
-    memory: int = 4 << 30  # address space of each process, bytes
-    file_size: int = 2 << 30  # bytes
-    jobs: int = 4  # processes at a time
-
-    def seconds_for(self, size: int) -> float:
-        return self.seconds + self.seconds_per_mib * size / MIB
+_SECONDS = 300  # to recognise one file
+_SECONDS_PER_MIB = 120  # additional time per MiB of the file: ten to twenty pages
+_MEMORY = 4 << 30  # address space of each process, bytes
+_FILE_SIZE = 2 << 30  # bytes
+_JOBS = 4  # processes at a time
 
 
 def check_ocr(languages: str) -> None:
@@ -58,9 +48,7 @@ def check_ocr(languages: str) -> None:
         raise UsageError(f"--ocr needs the program {PROGRAM}, which is not installed", _INSTALL)
 
 
-def convert_with_ocr(
-    convert: Callable[[bytes], Converted], data: bytes, languages: str, limits: OcrLimits | None = None
-) -> Converted:
+def convert_with_ocr(convert: Callable[[bytes], Converted], data: bytes, languages: str) -> Converted:
     """Convert a PDF; if pages show only images, recognise their text and convert it again.
 
     Recognised text can have errors, so an omission names its pages. Raises NoDocument, and UsageError if
@@ -76,7 +64,7 @@ def convert_with_ocr(
     if converted is not None and not pages:
         return converted
     try:
-        found = convert(recognised(data, languages, pages, limits))
+        found = convert(recognised(data, languages, pages))
     except NoDocument as no:
         if no.group == SCANNED:
             no = NoDocument("no text is recognised on its pages", "without text to recognise")
@@ -95,16 +83,15 @@ def _with_omission(converted: Converted, *omissions: str) -> Converted:
     return replace(converted, layout=replace(layout, omissions=(*omissions, *layout.omissions)))
 
 
-def recognised(data: bytes, languages: str, pages: Sequence[int] = (), limits: OcrLimits | None = None) -> bytes:
+def recognised(data: bytes, languages: str, pages: Sequence[int] = ()) -> bytes:
     """Return the PDF with the text of these pages, or of all if `pages` is empty.
 
     Raises NoDocument, and UsageError if ocrmypdf cannot work for any file.
     """
-    limits = limits or OcrLimits()
     with TemporaryDirectory(prefix="cacheblend-ocr-") as name:  # for this user only
         folder = Path(name)
         (folder / "in.pdf").write_bytes(data)
-        status = _run(_command(languages, pages, limits), folder, limits, limits.seconds_for(len(data)))
+        status = _run(_command(languages, pages), folder, _SECONDS + _SECONDS_PER_MIB * len(data) / MIB)
         if status in (_BAD_ARGUMENTS, _MISSING_DEPENDENCY):
             message = " ".join((folder / "messages").read_text(errors="replace").split())[:_MESSAGE]
             raise UsageError(
@@ -116,14 +103,14 @@ def recognised(data: bytes, languages: str, pages: Sequence[int] = (), limits: O
         return (folder / "out.pdf").read_bytes()
 
 
-def _command(languages: str, pages: Sequence[int], limits: OcrLimits) -> list[str]:
+def _command(languages: str, pages: Sequence[int]) -> list[str]:
     flags = ["--quiet", "--output-type", "pdf", "--optimize", "0", "--force-ocr", "--rotate-pages"]
-    flags += ["--jobs", str(min(limits.jobs, os.cpu_count() or 1)), "--language", languages]
+    flags += ["--jobs", str(min(_JOBS, os.cpu_count() or 1)), "--language", languages]
     flags += ["--pages", ",".join(number_ranges(pages[:_MOST_PAGES]))] if pages else []
     return [PROGRAM, *flags, "in.pdf", "out.pdf"]
 
 
-def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float) -> int:
+def _run(command: Sequence[str], folder: Path, seconds: float) -> int:
     """Run the program in the folder and return its exit status. Raises NoDocument if its time is up.
 
     Its messages go to the file `messages`. It and its children end with this function, also at an interrupt.
@@ -136,7 +123,7 @@ def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float
             command, cwd=folder, env=environment, stdin=null, stdout=null, stderr=messages, start_new_session=True
         )
         try:
-            _limit(process.pid, limits, seconds)
+            _limit(process.pid, seconds)
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise NoDocument(
@@ -148,11 +135,11 @@ def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float
             process.wait()
 
 
-def _limit(pid: int, limits: OcrLimits, seconds: float) -> None:
+def _limit(pid: int, seconds: float) -> None:
     """Limit the process and its later children. If this process is killed, the limit of CPU time ends them."""
     if not hasattr(resource, "prlimit"):  # not Linux
         return
     kinds = resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE
-    for limit, most in zip(kinds, (limits.memory, int(seconds) + 1, limits.file_size), strict=True):
+    for limit, most in zip(kinds, (_MEMORY, int(seconds) + 1, _FILE_SIZE), strict=True):
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
             resource.prlimit(pid, limit, (most, most))

@@ -103,8 +103,6 @@ class SearchHit:
 
 
 class SearchResult(NamedTuple):
-    """Result of a search."""
-
     hits: list[SearchHit]  # best first
     by: str  # "words", "meaning" or "both"
     num_cut: int = 0  # hits left out because their match is far below the best one's

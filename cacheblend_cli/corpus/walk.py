@@ -54,8 +54,6 @@ ALL = Selection()
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file of a folder."""
-
     path: str  # below the folder as the user named it
     real: str  # path with links to folders resolved; "" for a link
     skip: NoDocument | None = None  # reason to skip it

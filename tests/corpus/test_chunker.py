@@ -283,7 +283,7 @@ def test_a_chunk_takes_all_the_pieces_that_fit(kind: Kind, parts: list[str], mos
     ends = list(chunker._ends(text, 0, len(text), characters, most, levels))
     for first, begin in enumerate([0, *ends[:-1]]):
         pieces = chunker._Pieces(text, iter(ends), set())
-        pieces.upto(first + 1)
+        pieces.has(first)
         fitting = [n for n in range(first + 1, len(ends) + 1) if ends[n - 1] - begin <= most]
         for length in (1, most, 100):
             stop, ids = chunker._fill(pieces, first, characters, most, length)
