@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,10 +43,11 @@ def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
     for start, end in quotes(answer):
         if run := words(plain[start:end]):
             add(start, end, "quote", passages.wording(plain[start:end], [run]))
-    for figure in _figures(plain):
-        if not any(taken[figure.start : figure.end]):
-            places = passages.figure(figure, plain[figure.start : figure.end])
-            add(figure.start, figure.end, figure.kind, places)
+    for figure in (*codes(plain), *figures(plain), *numbers_in_words(plain)):
+        if any(taken[figure.start : figure.end]) or _is_numbering(plain, figure) or _is_small_word(plain, figure):
+            continue
+        places = passages.figure(figure, plain[figure.start : figure.end])
+        add(figure.start, figure.end, figure.kind, places)
     for name in names(answer):
         if any(taken[name.start : name.end]):
             continue
@@ -56,12 +57,6 @@ def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
     shared = Counter(place.passage for *_, places in found for place in places)
     best = partial(max, key=lambda place: (shared[place.passage], -place.passage), default=None)
     return [LookedUp(answer[start:end], start, end, kind, best(places)) for start, end, kind, places in sorted(found)]
-
-
-def _figures(text: str) -> Iterator[Figure]:
-    for figure in (*codes(text), *figures(text), *numbers_in_words(text)):
-        if not (_is_numbering(text, figure) or _is_small_word(text, figure)):
-            yield figure
 
 
 def _is_numbering(text: str, figure: Figure) -> bool:
@@ -74,10 +69,7 @@ def _is_numbering(text: str, figure: Figure) -> bool:
 
 def _is_small_word(text: str, figure: Figure) -> bool:
     """Return whether a figure is a word for a small number, without a unit."""
-    if (
-        figure.kind != "number"
-        or figure.unit not in ("", OTHER)
-        or text[figure.start : figure.end].strip("-+ ")[:1].isdigit()
-    ):
+    is_word = not text[figure.start : figure.end].strip("-+ ")[:1].isdigit()
+    if figure.kind != "number" or figure.unit not in ("", OTHER) or not is_word:
         return False
     return any(len(value) < 3 and value.isdigit() and int(value) <= _WORDS_THAT_COUNT for value in figure.values)

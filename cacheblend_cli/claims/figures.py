@@ -142,9 +142,9 @@ def digits_of(figure: Figure) -> set[str]:
 
 def words_of(figure: Figure) -> set[str]:
     """Return the English words for a number below 1,000."""
-    small = (
-        {int(value) for value in figure.values if len(value) < 4 and value.isdigit()} if figure.kind == "number" else ()
-    )
+    if figure.kind != "number":
+        return set()
+    small = {int(value) for value in figure.values if len(value) < 4 and value.isdigit()}
     return {text for value in small for text in _in_words(value)}
 
 
@@ -222,9 +222,8 @@ def _number(found: re.Match[str]) -> Figure:
         return Figure(found.start("digits"), found.end("after"), "code", frozenset({g("digits") + after}))
     if g()[0] == "-":
         at_line_start = not found.string[max(0, found.start() - 8) : found.start()].rpartition("\n")[2].strip()
-        values = frozenset("-" + value for value in values) | (
-            values if at_line_start else frozenset()
-        )  # or it marks an item
+        negative = frozenset("-" + value for value in values)
+        values = values | negative if at_line_start else negative  # at the start of a line it may mark an item
     return Figure(found.start(), end, "number", values, unit)
 
 

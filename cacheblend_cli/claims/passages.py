@@ -62,9 +62,7 @@ class Passages:
             return found
         while (at := self._all.find(text, at + 1)) >= 0:
             before, end = self._all[at - 1 : at], at + len(text)
-            inside = (_LETTER.match(before) and not is_cjk(text[0])) or (
-                text[0].isdigit() and before in _JOINS and before
-            )
+            inside = (_LETTER.match(before) and not is_cjk(text[0])) or (text[0].isdigit() and before in _JOINS)
             if not inside and (ends_in_cjk or not (_GOES_ON if has_digits else _LETTER).match(self._all, end)):
                 found.append(self._place(at, end))
                 at = self._starts[found[-1].passage + 1] - 1  # the next text

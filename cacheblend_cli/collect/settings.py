@@ -46,16 +46,14 @@ class CollectSettings:
 
     def of_record(self) -> dict[str, int]:
         """Return the settings that determine a document's chunks, apart from text, context and codec."""
-        found = {"chunk_tokens": self.chunk_tokens}
-        if self.overlap:
-            found["overlap"] = self.overlap
-        if self.state_every != 1:
-            found["state_every"] = self.state_every
-        if self.context != "sink":
-            found["window"] = self.window
-        if self.context == "neighbours":
-            found["neighbours"] = self.neighbours
-        return found
+        counts = {
+            "chunk_tokens": True,
+            "overlap": self.overlap > 0,
+            "state_every": self.state_every != 1,
+            "window": self.context != "sink",
+            "neighbours": self.context == "neighbours",
+        }
+        return {name: getattr(self, name) for name, does in counts.items() if does}
 
     @classmethod
     def of_document(cls, recorded: Mapping[str, Any], context: str, kv_dtype: str) -> CollectSettings | None:

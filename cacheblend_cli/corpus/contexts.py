@@ -51,7 +51,6 @@ class TfIdf:
         for index, weight in self._postings.values():
             weight /= norm[index]
         self._terms = [sorted(found) for found in counts]
-        self._size = len(texts)
 
     def nearest(self, number: int, most: int) -> list[int]:
         """Return up to `most` other texts that share a weighted term, most similar first; ties in order."""
@@ -60,7 +59,7 @@ class TfIdf:
             index, weight = self._postings[term]
             own.append((float(weight[np.searchsorted(index, number)]), term))
         own.sort(key=lambda pair: (-round(pair[0], _DIGITS), pair[1]))
-        scores = np.zeros(self._size)
+        scores = np.zeros(len(self._terms))
         for value, term in own[:_MOST_TERMS]:
             index, weight = self._postings[term]
             scores[index] += value * weight

@@ -52,23 +52,6 @@ class Searched(NamedTuple):
         return self.names or ()
 
 
-def cosines(
-    db: sqlite3.Connection, embedder: Embedder, vector: NDArray[np.float32], searched: Searched
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return (ids of all searchable places, ascending; cosine of each chunk to `vector`), both [num_places].
-
-    A chunk is embedded together with the title of its document. vector: [dim], of length 1.
-    """
-    import numpy as np
-
-    while _embed_some(db, embedder, searched):
-        pass
-    rows = db.execute(_VECTORS.format(where=searched.where), searched.parameters).fetchall()
-    vectors = np.frombuffer(b"".join(vector for _, vector in rows), dtype=np.float16).reshape(len(rows), len(vector))
-    scores = vectors.astype(np.float32) @ vector
-    return np.array([i for i, _ in rows], dtype=np.int64), scores.round(4)
-
-
 def sentences_of(text: str) -> list[str]:
     """Split a text into sentences, headings and list items, each on one line."""
     return [one for part in _SENTENCE.split(text) if (one := " ".join(part.lstrip("#").split()))]
@@ -265,12 +248,19 @@ def _rarity(total: int, count: int) -> float:
 
 
 class ByMeaning:
-    """Chunks by cosine similarity to the query vector."""
+    """Chunks by cosine similarity to the query vector. A chunk is embedded together with the title of its document."""
 
     def __init__(self, db: sqlite3.Connection, query: Query, searched: Searched) -> None:
         assert query.embedder is not None
-        self._db = db
-        self._ids, self._scores = cosines(db, query.embedder, query.vector, searched)
+        import numpy as np
+
+        while _embed_some(db, query.embedder, searched):
+            pass
+        rows = db.execute(_VECTORS.format(where=searched.where), searched.parameters).fetchall()
+        stored = np.frombuffer(b"".join(vector for _, vector in rows), dtype=np.float16)
+        vectors = stored.reshape(len(rows), len(query.vector)).astype(np.float32)
+        self._db, self._scores = db, (vectors @ query.vector).round(4)
+        self._ids = np.array([i for i, _ in rows], dtype=np.int64)  # of all searchable places, ascending
 
     def __iter__(self) -> Iterator[Row]:
         order = (-self._scores).argsort(kind="stable")
