@@ -34,7 +34,7 @@ import os, sys
 from cacheblend_cli.limited_process import LimitedProcess
 process = LimitedProcess("limited_module")
 process.start()
-print(process.pid, flush=True)
+print(process._process.pid, flush=True)
 process.ask(os.fsencode(sys.argv[1]))
 """
 

@@ -97,7 +97,6 @@ def test_a_refused_text_is_refused(cutter: DocumentCutter) -> None:
         with pytest.raises(TextRefused, match="contains '<x>', which this tokenizer cannot keep apart") as error:
             list(chunks)
         assert error.value.hint == "remove it from the text, or choose another model"
-    own.close()
 
 
 @pytest.mark.parametrize(

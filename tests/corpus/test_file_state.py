@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -53,8 +53,8 @@ def test_the_state_of_a_link_is_that_of_its_target(tmp_path: Path) -> None:
 
 
 def test_a_state_is_recorded_and_a_damaged_record_is_none(tmp_path: Path) -> None:
-    assert FileState.of_summary(READ.record()) == READ
-    for recorded in ({}, {**READ.record(), "size": "x"}):
+    assert FileState.of_summary(asdict(READ)) == READ
+    for recorded in ({}, {**asdict(READ), "size": "x"}):
         assert FileState.of_summary(recorded) is None
 
 

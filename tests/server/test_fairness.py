@@ -169,24 +169,25 @@ def test_the_process_of_a_conversion_is_killed(start: Any, monkeypatch: pytest.M
 
 def test_cutting_ends_with_its_client(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that cuts a long text is killed."""
-    server, began, stream, pids = start(KEYS), threading.Semaphore(0), LimitedProcess.stream, list[int | None]()
+    server, began, stream = start(KEYS), threading.Semaphore(0), LimitedProcess.stream
+    processes = list[subprocess.Popen[bytes] | None]()
 
     def stopped(self: LimitedProcess, *message: Any) -> Iterator[bytes]:
         self.start()
-        assert self.pid is not None
-        os.kill(self.pid, signal.SIGSTOP)
-        pids.append(self.pid)
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        processes.append(self._process)
         began.release()
         try:
             yield from stream(self, *message)
         finally:
-            pids.append(self.pid)
+            processes.append(self._process)
 
     monkeypatch.setattr(LimitedProcess, "stream", stopped)
     body = httpx.Request("PUT", "http://a", json={"text": "\n\n".join([PAGE] * 3000)}).content
     leave_after(server, "/v1/documents/a", body, "application/json", began)
     wait_until_idle(server)
-    first, last = pids
+    first, last = processes
     assert first is not None
     assert last is None
 
