@@ -93,7 +93,10 @@ class Collector:
     def begin(self) -> None:
         """Store the prefix's KV once as a separate chunk, so that `ask` loads it instead of computing it. Replaces
         damaged KV. `store` calls this first."""
-        _ = self._prefix_stored
+        store = self._store
+        if self._with_prefix and self.prefix.token_ids:
+            store.put_chunks([self._whole(prefix_chunk(self.collection), self.prefix.kv)], self._keep)
+        self._with_prefix = False  # it is stored now
 
     def store(
         self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
@@ -135,13 +138,6 @@ class Collector:
         assert self._given is not None, "a collector that stores has a store"
         keep_record(self._given, self.collection)
         return self._given
-
-    @cached_property
-    def _prefix_stored(self) -> bool:
-        store = self._store
-        if self._with_prefix and self.prefix.token_ids:
-            store.put_chunks([self._whole(prefix_chunk(self.collection), self.prefix.kv)], self._keep)
-        return True
 
     def _computed(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         blobs_of = encoded(self.collect(chunks), self.collection.codec)

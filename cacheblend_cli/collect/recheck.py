@@ -67,7 +67,8 @@ def recheck(
     chosen = random.sample(own, min(count, len(own)))
     for done, manifest in enumerate(chosen, 1):
         collector = collectors[manifest.collection]
-        fresh = _compute(collector, manifest)
+        is_prefix = manifest.context == "prefix"
+        [fresh] = [collector.prefix.kv] if is_prefix else collector.collect([planned_of(manifest)])
         try:
             mismatch = _compare(store, manifest, fresh, NOISE[collection.model.decoder.dtype])
         except BadBlob:
@@ -82,13 +83,6 @@ def recheck(
         if progress is not None:
             progress(done, len(chosen))
     return report
-
-
-def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:
-    if manifest.context == "prefix":
-        return collector.prefix.kv
-    [kv] = collector.collect([planned_of(manifest)])
-    return kv
 
 
 def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:
