@@ -74,7 +74,8 @@ class PlanStorage:
         collector.begin()
         batch = _Batch(part)
         for planned in part.documents:
-            if planned.is_current and not self._force and self._is_complete(planned):
+            is_complete = all(size.has_kv or size.key not in self._room for size in planned.sizes)
+            if planned.is_current and is_complete and not self._force:
                 self._keep_document(part, planned)
             elif (chunks := self._planner.cut_again(part, planned)) is not None:
                 batch.documents.append((planned.file, chunks))
@@ -92,9 +93,6 @@ class PlanStorage:
             return self._cluster.collector(part.collection, self._store), _BATCH_TOKENS * self._cluster.workers
         with_prefix = part.collection.prefix_key in self._room
         return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix), _BATCH_TOKENS
-
-    def _is_complete(self, planned: PlannedDocument) -> bool:
-        return all(size.has_kv or size.key not in self._room for size in planned.sizes)
 
     def _keep_document(self, part: Part, planned: PlannedDocument) -> None:
         """Report the chunks of a document that needs no work, and store its summary if it has none."""

@@ -154,7 +154,7 @@ class _Pieces:
         """Return the start of the headings at the end of a run, else `stop`. Blanks after a heading belong to it, and
         blanks at the start of the run."""
         begin = number = stop
-        while number > first and (self.is_heading(number - 1) or self._is_blank(number - 1)):
+        while number > first and (self.is_heading(number - 1) or not self.text(number - 1, number).strip()):
             number -= 1
             begin = number if self.is_heading(number) else begin
         return first if number == first and begin < stop else begin
@@ -183,9 +183,6 @@ class _Pieces:
         if before[-1].isspace() or after[:1].isspace():
             return True
         return len(before.split()[-1]) + len("".join(after.split()[:1])) >= _LONG_WORD
-
-    def _is_blank(self, number: int) -> bool:
-        return not self.text(number, number + 1).strip()
 
     def drop(self, first: int) -> None:
         """Forget the pieces before number `first`, now and then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -26,11 +26,8 @@ def shortened(name: str) -> str:
 
 def bounded_omissions(omissions: Iterable[str]) -> tuple[str, ...]:
     """Return the omissions within the limits, each on one line and without control characters."""
-    return tuple(map(_printable, map(shortened, islice(omissions, MOST_OMISSIONS))))
-
-
-def _printable(text: str) -> str:
-    return "".join(character for character in " ".join(text.split()) if character.isprintable())
+    lines = (" ".join(shortened(text).split()) for text in islice(omissions, MOST_OMISSIONS))
+    return tuple("".join(filter(str.isprintable, line)) for line in lines)
 
 
 def told_apart(name: str) -> str:
@@ -43,8 +40,8 @@ def told_apart(name: str) -> str:
 
 def bounded(locator: Locator) -> Locator:
     """Return the locator with names within the limit."""
-    headings: Sequence[str] = locator.headings[-_MAX_HEADINGS:]
-    return Locator(told_apart(locator.part), locator.lines, tuple(map(shortened, headings)))
+    headings = tuple(map(shortened, locator.headings[-_MAX_HEADINGS:]))
+    return Locator(told_apart(locator.part), locator.lines, headings)
 
 
 @dataclass(frozen=True)
