@@ -30,8 +30,6 @@ from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.errors import TextRefused
 from cacheblend_cli.prompt.collection import Collection
 
-Planned = list[tuple[Document, list[PlannedChunk]]]
-"""Documents in order, with their chunks."""
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
@@ -200,7 +198,7 @@ class Planner:
                 sources = diff.digests.keys() | {r.source for r in diff.gone.values()}
                 others = [*passages, *stored_passages(part.collection, self._store, sources)]
             planned = plan_documents(part.collection, [found for _, found in own], part.settings, others)
-            for (file, _), (_, chunks) in zip(own, planned, strict=True):
+            for (file, _), chunks in zip(own, planned, strict=True):
                 sizes = self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks])
                 num_bytes = self._record_bytes(part, file, chunks)
                 part.documents.append(PlannedDocument(file, sizes, chunks, record_bytes=num_bytes))
@@ -286,8 +284,8 @@ def plan_documents(
     documents: Sequence[tuple[Document, Sequence[Chunk]]],
     settings: CollectSettings,
     others: Iterable[Passage] = (),
-) -> Planned:
-    """Return the documents with their chunks, keys and left contexts.
+) -> list[list[PlannedChunk]]:
+    """Return the chunks of each document, with keys and left contexts.
 
     others: passages of other documents, for `neighbours`.
     """
@@ -295,10 +293,7 @@ def plan_documents(
     if settings.context == "neighbours":
         own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
         near = Neighbours((*own, *others), settings.neighbours, collection.window(settings.window))
-    return [
-        (document, list(planned_chunks(collection, document.source, chunks, settings, near)))
-        for document, chunks in documents
-    ]
+    return [list(planned_chunks(collection, document.source, chunks, settings, near)) for document, chunks in documents]
 
 
 def planned_chunks(

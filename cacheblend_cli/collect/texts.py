@@ -10,9 +10,9 @@ from cacheblend_store import ChunkStore, StoreError
 from cacheblend_store.writer import StoreWriter
 
 from cacheblend_cli.cancellation import Cancellation
-from cacheblend_cli.collect.collector import Collector
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.document_records import document_record, is_news
-from cacheblend_cli.collect.plan import Planned, plan_documents
+from cacheblend_cli.collect.plan import plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.citations import TITLE
 from cacheblend_cli.corpus.converters.converter import NoDocument
@@ -67,8 +67,8 @@ def plan_texts(
     documents: Sequence[Document],
     settings: CollectSettings,
     cancellation: Cancellation | None = None,
-) -> Planned:
-    """Return the documents with their chunks and keys. A chunk takes at most half of the model's context.
+) -> list[list[PlannedChunk]]:
+    """Return the chunks of each document, with their keys. A chunk takes at most half of the model's context.
 
     Raises UsageError for a document that cannot be cut within the limits, TextRefused, and Cancelled.
     """
@@ -101,7 +101,7 @@ class Putting:
         title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. omissions:
         parts left out of the document. settled: the document was committed or undone.
         """
-        [(_, self.chunks)] = plan_texts(collection, [document], settings, cancellation)
+        [self.chunks] = plan_texts(collection, [document], settings, cancellation)
         record = document_record(collection, document, self.chunks, settings)
         self._record = replace(record, settings={**record.settings, TITLE: shortened(title)}) if title else record
         self._store, self._old = store, store.get_document(*record.place)

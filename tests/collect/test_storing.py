@@ -68,7 +68,7 @@ def test_finer_kv_is_found_and_converted_whoever_stored_it(model: Path, tmp_path
         assert set(kept_records(store)) == {collection.id}
         assert store.has_kv(collection.prefix_key)
         collector = collector_of(loaded(model, "int6"), store)
-        [(_, chunks)] = plan_texts(collector.collection, [sent_document(TextDocument(TEXT), "")], CollectSettings())
+        [chunks] = plan_texts(collector.collection, [sent_document(TextDocument(TEXT), "")], CollectSettings())
         assert [stored.how for stored in collector.store(chunks)] == ["converted"]
         assert [stored.how for stored in collector.store(chunks, again=True)] == ["computed"]
         assert len(kept_records(store)) == 2
@@ -81,5 +81,5 @@ def collector_of(engine: Engine, store: ChunkStore) -> Collector:
 def test_a_chunk_named_twice_is_stored_once(model: Path, tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         collector = collector_of(loaded(model, "auto"), store)
-        [(_, [chunk])] = plan_texts(collector.collection, [Document("a", TEXT)], CollectSettings())
+        [[chunk]] = plan_texts(collector.collection, [Document("a", TEXT)], CollectSettings())
         assert [stored.key for stored in collector.store([chunk, replace(chunk, source="b")])] == [chunk.key]

@@ -130,7 +130,7 @@ def _planned(
     collection = prompts.collection_of(ask)
     documents = [sent_document(document, ask.tenant) for document in ask.documents]
     planned = plan_texts(collection, documents, (settings or CollectSettings)(), cancellation)
-    return {chunk.key: chunk for _, chunks in planned for chunk in chunks}
+    return {chunk.key: chunk for chunks in planned for chunk in chunks}
 
 
 def _searched(
