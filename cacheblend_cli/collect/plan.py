@@ -112,11 +112,8 @@ class Planner:
         """Return the chunks of a planned document, or None if it is left out."""
         if planned.chunks is not None:
             return planned.chunks
-        if planned.place is not None:
-            found = self._spool.read(planned.place)
-        elif (cut := self._cut(planned.file, part)) is not None:
-            _, found = cut
-        else:
+        found = self._cut(planned.file, part) if planned.place is None else self._spool.read(planned.place)
+        if found is None:
             return None
         return list(planned_chunks(part.collection, planned.file.source, found, part.settings))
 
@@ -175,8 +172,8 @@ class Planner:
                 yield chunk.chunk
 
         with self._leaving_out(file):
-            document, cut = self._cutting(file, part, self._on_cut)
-            place = self._spool.append(sized(planned_chunks(collection, document.source, cut, part.settings)))
+            cut = self._cutting(file, part, self._on_cut)
+            place = self._spool.append(sized(planned_chunks(collection, file.source, cut, part.settings)))
             num_bytes = self._record_bytes(part, file, places)
             return PlannedDocument(file, self._with_kv(collection, sizes), place=place, record_bytes=num_bytes)
         return None
@@ -191,13 +188,14 @@ class Planner:
             (part, [(file, found) for file in files if (found := self._cut(file, part, self._on_cut)) is not None])
             for part, files in parts
         ]
-        passages = [Passage(c.text, c.token_ids) for _, own in cuts for _, (_, chunks) in own for c in chunks]
+        passages = [Passage(c.text, c.token_ids) for _, own in cuts for _, chunks in own for c in chunks]
         for part, own in cuts:
             others = list[Passage]()
             if part.settings.context == "neighbours":
                 sources = diff.digests.keys() | {r.source for r in diff.gone.values()}
                 others = [*passages, *stored_passages(part.collection, self._store, sources)]
-            planned = plan_documents(part.collection, [found for _, found in own], part.settings, others)
+            named = [(file.source, chunks) for file, chunks in own]
+            planned = plan_documents(part.collection, named, part.settings, others)
             for (file, _), chunks in zip(own, planned, strict=True):
                 sizes = self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks])
                 num_bytes = self._record_bytes(part, file, chunks)
@@ -224,29 +222,24 @@ class Planner:
         with self._store.read() as reader:
             return len(reader.get("documents", key) or b"")
 
-    def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
+    def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> list[Chunk] | None:
         """Read and cut a document.
 
         Return None if it has changed since it was found, or the model cannot store it: the stored version then stays.
         """
         with self._leaving_out(file):
-            document, chunks = self._cutting(file, part, on_cut)
-            return document, list(chunks)
+            return list(self._cutting(file, part, on_cut))
         return None
 
-    def _cutting(self, file: DocumentFile, part: Part, on_cut: OnCut | None) -> tuple[Document, Iterator[Chunk]]:
-        """Read a document, and return it with its chunks. Their iterator raises what `DocumentCutter.cut` does."""
+    def _cutting(self, file: DocumentFile, part: Part, on_cut: OnCut | None) -> Iterator[Chunk]:
+        """Read a document and yield its chunks. Raises what `DocumentFile.read` and `DocumentCutter.cut` do."""
         of, settings = part.collection, part.settings
         cut = CutSettings(settings.chunk_tokens, settings.overlap, of.template.wording.head)
         document = file.read(self.diff.given.conversions)
-
-        def cutting() -> Iterator[Chunk]:
-            for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
-                yield chunk
-                if on_cut is not None:
-                    on_cut(document, chunk.end)
-
-        return document, cutting()
+        for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
+            yield chunk
+            if on_cut is not None:
+                on_cut(document, chunk.end)
 
     @contextmanager
     def _leaving_out(self, file: DocumentFile) -> Iterator[None]:
@@ -281,19 +274,19 @@ def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterabl
 
 def plan_documents(
     collection: Collection,
-    documents: Sequence[tuple[Document, Sequence[Chunk]]],
+    documents: Sequence[tuple[str, Sequence[Chunk]]],
     settings: CollectSettings,
     others: Iterable[Passage] = (),
 ) -> list[list[PlannedChunk]]:
     """Return the chunks of each document, with keys and left contexts.
 
-    others: passages of other documents, for `neighbours`.
+    documents: name and chunks of each. others: passages of other documents, for `neighbours`.
     """
     near: Neighbours | None = None
     if settings.context == "neighbours":
         own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
         near = Neighbours((*own, *others), settings.neighbours, collection.window(settings.window))
-    return [list(planned_chunks(collection, document.source, chunks, settings, near)) for document, chunks in documents]
+    return [list(planned_chunks(collection, source, chunks, settings, near)) for source, chunks in documents]
 
 
 def planned_chunks(

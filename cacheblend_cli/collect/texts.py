@@ -75,7 +75,7 @@ def plan_texts(
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
     cut, cutter = CutSettings(min(settings.chunk_tokens, room)), cutter_of(collection.model.tokenizer)
     try:
-        cuts = [(document, list(cutter.cut(document, cut, cancellation))) for document in documents]
+        cuts = [(document.source, list(cutter.cut(document, cut, cancellation))) for document in documents]
     except NoDocument as no:
         raise UsageError(f"the document {no.reason}", "store it in parts") from no
     return plan_documents(collection, cuts, settings)
