@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from cacheblend_store.tier.shared import SharedTier
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -52,14 +52,12 @@ _TIER_COUNTERS = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """The server's metrics. stats: called at each scrape. tier: the store's shared tier, None without one."""
 
     def __init__(self, stats: Callable[[], EngineStats], tier: SharedTier | None = None) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Counts(lambda: _of_engine(stats())))
-        if tier is not None:
-            self._registry.register(_Counts(lambda: _of_tier(tier)))
+        self._stats, self._tier, self._registry = stats, tier, CollectorRegistry()
+        self._registry.register(self)
         self._requests = Counter(
             "cacheblend_requests", "Requests by route and status", ["route", "status"], registry=self._registry
         )
@@ -94,15 +92,11 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-
-class _Counts(Collector):
-    """Collector of metrics that are counted elsewhere."""
-
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics that are counted elsewhere."""
+        yield from _of_engine(self._stats())
+        if self._tier is not None:
+            yield from _of_tier(self._tier)
 
 
 def _of_tier(tier: SharedTier) -> Iterator[Metric]:
