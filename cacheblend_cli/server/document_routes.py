@@ -79,11 +79,11 @@ async def put_document(request: Request, state: ServerState) -> Response:
         putting, title = await unless_disconnected(request, upload.cut(state, tenant))
         del upload  # a copy of the text
         held.callback(_undo_later, state, putting)
+        records = _stored(state, tenant, putting, document_id, title)
         if EVENTS in request.headers.get("accept", ""):
-            records = _progress(state, tenant, putting, document_id, title)
             return EventStream(encode_stream(state, records, EVENTS), held.pop_all())
-        await unless_disconnected(request, _store(state, tenant, putting))
-        return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)
+        *_, document = await unless_disconnected(request, _all(records))
+        return JSONResponse(document, 201 if putting.is_new else 200)
 
 
 @dataclass(frozen=True)
@@ -145,29 +145,31 @@ def _convert(name: str, file_name: str, data: bytes, cancellation: Cancellation)
         raise bad_request(f"the file cannot be read: {error.reason}", code="unreadable_document") from error
 
 
-async def _store(state: ServerState, tenant: Tenant, putting: Putting) -> None:
-    async for _ in _steps(state, tenant, putting):
-        pass
-
-
-async def _steps(state: ServerState, tenant: Tenant, putting: Putting) -> AsyncIterator[int]:
-    """Collect and commit, yielding the number of chunks stored so far. Removes them again on an error."""
+async def _stored(
+    state: ServerState, tenant: Tenant, putting: Putting, document_id: str, title: str
+) -> AsyncIterator[dict[str, Any]]:
+    """Collect and commit. Yield records of the progress, then the document. Removes its chunks again on an error."""
+    progress = {"id": document_id, "object": "document.progress"}
     try:
-        yield putting.num_stored
-        while await state.in_engine(putting.collect):
-            yield putting.num_stored
+        more = True
+        while more:
+            yield {**progress, "stored": putting.num_stored, "chunks": len(putting.chunks)}
+            more = await state.in_engine(putting.collect)
         await state.write(tenant, putting.commit)
     except Exception:  # also when the server stops
         await state.write(tenant, putting.undo)
         raise
+    missing = {p.key for p in putting.missing}
+    chunks = [
+        {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}
+        for p in putting.chunks
+    ]
+    about = {"id": document_id, "object": "document", "title": title or document_id}
+    yield {**about, "omissions": putting.omissions, "chunks": chunks}
 
 
-async def _progress(
-    state: ServerState, tenant: Tenant, putting: Putting, document_id: str, title: str
-) -> AsyncIterator[dict[str, Any]]:
-    async for stored in _steps(state, tenant, putting):
-        yield {"id": document_id, "object": "document.progress", "stored": stored, "chunks": len(putting.chunks)}
-    yield _put_record(putting, document_id, title)
+async def _all(records: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record async for record in records]
 
 
 def _undo_later(state: ServerState, putting: Putting) -> None:
@@ -182,22 +184,12 @@ def _undo_later(state: ServerState, putting: Putting) -> None:
             state.engine.service.between_steps(undo)
 
 
-def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any]:
-    missing = {p.key for p in putting.missing}
-    chunks = [
-        {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}
-        for p in putting.chunks
-    ]
-    about = {"id": document_id, "object": "document", "title": title or document_id}
-    return {**about, "omissions": putting.omissions, "chunks": chunks}
-
-
 async def list_documents(request: Request, state: ServerState) -> Response:
     """List the tenant's documents, sorted by name, and the file types that can be put. Files of the store's own tenant
     that share a file name have a path."""
     tenant = tenant_of(request)
 
-    def read() -> bytes:
+    def read() -> dict[str, Any]:
         visible = visible_documents(state, tenant)
         roots = set() if tenant.name else {memo.name.partition("\0")[0] for memo in state.store.memos(ROOTS)}
         paths = distinct_paths(visible, roots)
@@ -210,7 +202,7 @@ async def list_documents(request: Request, state: ServerState) -> Response:
             }
             for name, record in sorted(visible.items())
         ]
-        return encode({"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": state.max_body})
+        return {"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": state.max_body}
 
     return await _read_reply(request, state, read)
 
@@ -219,7 +211,7 @@ async def read_document(request: Request, state: ServerState) -> Response:
     """Return a document and its chunks in order: text, place, headings."""
     document_id, tenant = request.path_params["id"], tenant_of(request)
 
-    def read() -> bytes:
+    def read() -> dict[str, Any]:
         visible = visible_documents(state, tenant).items()
         record = next((record for name, record in visible if public_id(name) == document_id), None)
         if record is None:
@@ -235,7 +227,7 @@ async def read_document(request: Request, state: ServerState) -> Response:
             }
             for chunk in record.chunks
         ]
-        return encode({**_document_fields(record), "chunks": chunks})
+        return {**_document_fields(record), "chunks": chunks}
 
     return await _read_reply(request, state, read)
 
@@ -244,27 +236,25 @@ async def read_chunk(request: Request, state: ServerState) -> Response:
     """Return a chunk, its document and place. Documents that came with a question have a digest and no title."""
     tenant = tenant_of(request)
 
-    def read() -> bytes:
+    def read() -> dict[str, Any]:
         manifest = named_chunk(state, tenant, request.path_params["id"], "id")
         cited = Citations(state.store).of(manifest)
         title = cited.title or public_title(cited.name) * (not cited.name.startswith(SENT))
-        return encode(
-            {
-                "id": manifest.key.hex(),
-                "object": "chunk",
-                "document": public_id(cited.name),
-                "title": title,
-                "place": cited.place,
-                "text": manifest.text,
-            }
-        )
+        return {
+            "id": manifest.key.hex(),
+            "object": "chunk",
+            "document": public_id(cited.name),
+            "title": title,
+            "place": cited.place,
+            "text": manifest.text,
+        }
 
     return await _read_reply(request, state, read)
 
 
-async def _read_reply(request: Request, state: ServerState, read: Callable[[], bytes]) -> Response:
-    """Return the JSON of `read`, run in a thread so that a long reply does not block the event loop."""
-    work = state.in_pool(tenant_of(request), read)
+async def _read_reply(request: Request, state: ServerState, read: Callable[[], dict[str, Any]]) -> Response:
+    """Return what `read` returns as JSON. Both run in a thread, so that a long reply does not block the event loop."""
+    work = state.in_pool(tenant_of(request), lambda: encode(read()))
     return Response(await unless_disconnected(request, work), media_type=JSON)
 
 
@@ -310,7 +300,7 @@ def _document_fields(record: DocumentRecord) -> dict[str, Any]:
 
 async def search_chunks(request: Request, state: ServerState) -> Response:
     body, tenant = parse(SearchBody, await json_body(request)), tenant_of(request)
-    return await _read_reply(request, state, lambda: encode({"object": "list", "data": _search(state, body, tenant)}))
+    return await _read_reply(request, state, lambda: {"object": "list", "data": _search(state, body, tenant)})
 
 
 def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[str, Any]]:
