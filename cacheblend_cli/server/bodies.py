@@ -139,6 +139,10 @@ class Message(Struct):
     function_call: Raw = NULL
 
     @property
+    def text(self) -> str | None:
+        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+    @property
     def calls_tools(self) -> bool:
         return any(map(_is_given, (self.tool_calls, self.function_call)))
 

@@ -48,24 +48,17 @@ class MessagePassage:
     characters: int  # length of the text
 
 
-@dataclass(frozen=True)
-class ExtractedPassages:
-    """Messages without their passages."""
-
-    messages: Sequence[Message]
-    passages: list[MessagePassage] | None = None  # None if not looked for
-    passages_only: bool = False  # the request has no other chunks
-
-
-def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Message]) -> ExtractedPassages:
-    """Append the passages of system and user messages to the body's documents.
+def extract_passages(
+    state: ServerState, body: AskBody, messages: Sequence[Message]
+) -> tuple[list[Message], list[MessagePassage]]:
+    """Append the passages of system and user messages to the body's documents. Return the messages without them.
 
     In a user message an element stays in place without its text. Elements of a system message are moved before the
     question without their text, and white space between them is dropped: so the system prompt, the prefix of stored KV,
     does not depend on the retrieved passages. Raises PromptTooLong.
     """
     state.engine.prompts.check_characters(sum(map(num_characters, messages)), 1)
-    texts = [_text(message) for message in messages]
+    texts = [message.text or "" for message in messages]
     left, documents, found, moved = list(messages), list(body.documents or ()), list[MessagePassage](), list[str]()
     for i, (message, text) in enumerate(zip(messages, texts, strict=True)):
         elements = elements_of(text) if message.role in ("system", "developer", "user") else []
@@ -83,10 +76,9 @@ def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Messa
             moved += [text[e.start : e.inner[0]] + text[e.inner[1] : e.end] for e in elements]
         left[i] = msgspec.structs.replace(message, content=rest)
     if moved:
-        left[-1] = msgspec.structs.replace(left[-1], content="\n".join([*moved, "", _text(left[-1])]))
-    passages_only = bool(found) and not body.wants_chunks
+        left[-1] = msgspec.structs.replace(left[-1], content="\n".join([*moved, "", left[-1].text or ""]))
     body.documents = documents or None
-    return ExtractedPassages(left, found, passages_only)
+    return left, found
 
 
 def elements_of(text: str) -> list[Element]:
@@ -162,8 +154,3 @@ def _cut(text: str, places: Sequence[tuple[int, int]]) -> str:
 def num_characters(message: Message) -> int:
     content = message.content or ""
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-
-
-def _text(message: Message) -> str:
-    content = message.content
-    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""

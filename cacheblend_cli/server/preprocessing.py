@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -22,9 +23,9 @@ from cacheblend_cli.prompt.collection import salt_digest
 from cacheblend_cli.prompt.records import kept_records
 from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.bodies import AskBody, Message, SearchIn, TextPart
+from cacheblend_cli.server.bodies import AskBody, Message, SearchIn
 from cacheblend_cli.server.document_names import public_id, public_title
-from cacheblend_cli.server.passages import ExtractedPassages, MessagePassage, extract_passages, num_characters
+from cacheblend_cli.server.passages import MessagePassage, extract_passages, num_characters
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Resolved, Settings
@@ -65,11 +66,11 @@ async def parse_chat(
     state: ServerState, body: AskBody, tenant: Tenant, messages: Sequence[Message], sampling: SamplingParams
 ) -> ParsedRequest:
     """Return the request of a chat's messages. Raises ApiError, PromptTooLong."""
-    extracted = ExtractedPassages(messages)
+    passages, has_others = None, body.wants_chunks
     if state.find_passages:
         pool = state.pools.for_text(sum(map(num_characters, messages)))
-        extracted = await state.in_pool(tenant, lambda: extract_passages(state, body, messages), pool)
-    turns = read_messages(extracted.messages)
+        messages, passages = await state.in_pool(tenant, partial(extract_passages, state, body, messages), pool)
+    turns = read_messages(messages)
     return ParsedRequest(
         body,
         tenant,
@@ -77,8 +78,8 @@ async def parse_chat(
         sampling,
         turns.history,
         turns.system,
-        extracted.passages,
-        extracted.passages_only,
+        passages,
+        passages_only=bool(passages) and not has_others,
         notes=(*[_GREETED] * turns.begins_with_assistant, *[_NO_TOOLS] * body.lists_tools),
     )
 
@@ -249,7 +250,9 @@ def read_messages(messages: Sequence[Message]) -> ChatTurns:
             raise bad_request(f"{place}.role is {message.role[:80]!r}; known: {', '.join(_ROLES)}", f"{place}.role")
         if message.calls_tools:
             raise bad_request(f"{place} calls a tool: {_AS_TEXT}", f"{place}.tool_calls")
-        messages_read.append((role, _text(message.content, f"{place}.content")))
+        if (text := message.text) is None:
+            raise bad_request(f"{place}.content is missing", f"{place}.content")
+        messages_read.append((role, text))
     turns = [(role, "\n\n".join(text for _, text in run)) for role, run in groupby(messages_read, key=itemgetter(0))]
     system = turns.pop(0)[1] if turns[0][0] == "system" else None
     if any(role == "system" for role, _ in turns):
@@ -263,9 +266,3 @@ def read_messages(messages: Sequence[Message]) -> ChatTurns:
     greeted = turns[0][0] == "assistant"
     *history, question = ([""] if greeted else []) + [text for _, text in turns]
     return ChatTurns(system, tuple(history), question, greeted)
-
-
-def _text(content: str | list[TextPart] | None, place: str) -> str:
-    if content is None:
-        raise bad_request(f"{place} is missing", place)
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
