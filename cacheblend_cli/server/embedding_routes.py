@@ -50,14 +50,6 @@ def name_of(state: ServerState) -> str:
     return PurePath(name).name or name
 
 
-def model_of(state: ServerState) -> Embedder | None:
-    """Return the embedding model, None if there is none. The first call loads it."""
-    try:
-        return find_embedder(state.settings.embeddings)
-    except CacheBlendError:
-        return None
-
-
 async def embeddings(request: Request, state: ServerState) -> Response:
     body = parse(EmbedBody, await json_body(request))
     check_embedding_model(state, body.model or None)
@@ -105,7 +97,12 @@ async def _embed(
         start += len(part)
         counts += [min(count, model.most_tokens) for count in own]
         vectors.append(await state.in_pool(tenant, partial(model.embed, part)))
-    return truncated(np.concatenate(vectors), dimensions), counts
+    found = np.concatenate(vectors)
+    if dimensions is not None:
+        found = found[:, :dimensions]
+        norms = np.linalg.norm(found, axis=-1, keepdims=True)
+        found = np.divide(found, norms, out=np.zeros_like(found), where=norms > 0)  # zero vectors stay zero
+    return found, counts
 
 
 def _bounded(state: ServerState, model: Embedder, texts: Sequence[str], truncate: bool) -> Sequence[str]:
@@ -134,17 +131,6 @@ def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         size += len(text)
     if texts:
         yield texts[start:]
-
-
-def truncated(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
-    """Return the first dimensions of vectors [num_texts, dim], renormalised; zero vectors stay zero."""
-    import numpy as np
-
-    if dimensions is None:
-        return vectors
-    cut = vectors[:, :dimensions]
-    norms = np.linalg.norm(cut, axis=-1, keepdims=True)
-    return np.divide(cut, norms, out=np.zeros_like(cut), where=norms > 0)
 
 
 def check_embedding_model(state: ServerState, name: str | None) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from cacheblend_cli.corpus.embedding import find_embedder
+from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
 from cacheblend_cli.server.api_errors import ApiError
-from cacheblend_cli.server.embedding_routes import model_of, name_of
+from cacheblend_cli.server.embedding_routes import name_of
 from cacheblend_cli.server.model_names import is_named, tagged
 from cacheblend_cli.server.server_state import ServerState
 
@@ -46,7 +49,9 @@ def running_models(state: ServerState) -> list[dict[str, Any]]:
 
 def show(state: ServerState, name: str) -> dict[str, Any]:
     """Describe a model. Raises ApiError if it is not loaded here."""
-    embedder = model_of(state)
+    embedder = None
+    with suppress(CacheBlendError):
+        embedder = find_embedder(state.settings.embeddings)
     if embedder is not None and tagged(name) == tagged(name_of(state)):
         size = {"embedding.embedding_length": embedder.dim, "embedding.context_length": embedder.most_tokens}
         info: dict[str, Any] = {"general.architecture": "embedding", **size}
