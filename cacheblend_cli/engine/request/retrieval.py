@@ -81,15 +81,34 @@ def retrieve(
         others = num_elsewhere(store, lookup.scope, collections)
         more = "search other documents too (--all)" if others else "precompute more documents"
         raise NotFoundError(WEAK, f"ask in other words, {more}, or --on-weak-match answer")
-    fit, notes = _fitting(prompts, own, stored, ask, [hit.key for hit in found.hits], planned)
+
+    def size(key: bytes) -> int:
+        if key in planned:
+            return len(planned[key].chunk.token_ids)
+        return manifest.num_tokens if (manifest := stored.get(key)) else 0
+
+    headroom, fit, notes = prompts.max_new_tokens(ask.sampling), list[bytes](), list[str]()
+    named = len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history)) + sum(map(size, ask.keys))
+    room = prompts.context - headroom - named
+    for hit in found.hits:
+        if size(hit.key) <= room:
+            fit.append(hit.key)
+            room -= size(hit.key)
+    if not (fit or ask.keys):  # to be refused like a named chunk
+        fit.append(found.hits[0].key)
+        room -= size(fit[0])
+    if left := len(found.hits) - len(fit):
+        notes.append(
+            f"{left} of the {len(found.hits)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
+            f"{prompts.model.name} is {prompts.context:,} tokens, {headroom:,} of them for the answer"
+        )
     documents = in_reading_order(found.hits, fit)
     collection = in_stored_codec(own, prompts, stored, [key for keys in documents for key in keys])
     if own.model.spec.recurrent and not ask.keys:
         from cacheblend_cli.engine.request.hybrids import from_beginning
 
-        used = _num_tokens(own, stored, ask, fit, planned) + prompts.max_new_tokens(ask.sampling)
         source_of = {hit.key: hit.source for hit in found.hits}
-        documents = from_beginning(collection, stored, documents, source_of, prompts.context - used, notes)
+        documents = from_beginning(collection, stored, documents, source_of, room, notes)
     elif lookup.order == "exact":
         documents = exact_first(collection, stored, documents)
     keys = [key for keys in documents for key in keys]
@@ -101,54 +120,6 @@ def retrieve(
     if found.weak:
         notes.insert(0, weak_note(store, lookup.scope, collections))
     return Retrieved(exact, ranks, notes, found.weak, found.num_cut, found.num_repeated)
-
-
-def _fitting(
-    prompts: Prompts,
-    own: Collection,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    found: Sequence[bytes],
-    planned: Mapping[bytes, PlannedChunk],
-) -> tuple[list[bytes], list[str]]:
-    """Return the found chunks that fit the model's context beside the answer and the named chunks, in order, and a note
-    on how many are left out. If none fits and no chunk is named, the first one stays, to be refused like a named
-    chunk."""
-    headroom = prompts.max_new_tokens(ask.sampling)
-    used = _num_tokens(own, stored, ask, (), planned)
-    kept: list[bytes] = []
-    for key in found:
-        if prompts.fits(used + _size(stored, planned, key), headroom):
-            used += _size(stored, planned, key)
-            kept.append(key)
-    if not (kept or ask.keys):
-        kept = list(found[:1])
-    left = len(found) - len(kept)
-    if not left:
-        return kept, []
-    note = (
-        f"{left} of the {len(found)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
-        f"{prompts.model.name} is {prompts.context:,} tokens, {headroom:,} of them for the answer"
-    )
-    return kept, [note]
-
-
-def _num_tokens(
-    own: Collection,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    found: Sequence[bytes],
-    planned: Mapping[bytes, PlannedChunk],
-) -> int:
-    """Return the tokens of a prompt with the named and the found chunks."""
-    chunks = sum(_size(stored, planned, key) for key in (*ask.keys, *found))
-    return len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history)) + chunks
-
-
-def _size(stored: ChunkRecords, planned: Mapping[bytes, PlannedChunk], key: bytes) -> int:
-    if key in planned:
-        return len(planned[key].chunk.token_ids)
-    return manifest.num_tokens if (manifest := stored.get(key)) else 0
 
 
 def exact_first(collection: Collection, stored: ChunkRecords, documents: list[list[bytes]]) -> list[list[bytes]]:
