@@ -27,10 +27,11 @@ from search_recall import Asked, Corpus, fill, handbook, musique
 from cacheblend_cli.corpus.embedding import find_embedder
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.features import attention_shares
 from cacheblend_cli.engine.features.attention_shares import AttentionShares
-from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
 CHUNKS = 5
 SINKS = 4  # tokens at the beginning of a chunk
@@ -42,15 +43,14 @@ class Looks(AttentionShares):
 
     last: Looks
 
-    def of_chunks(self) -> list[float] | None:
+    def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
         Looks.last = self
-        return super().of_chunks()
+        super().on_answer(report, index, answer)
 
     def shares(self, skipped: int) -> list[float]:
         """Return the mean attention of each chunk's tokens, without the first `skipped` ones."""
         chunks = [(min(c.start + skipped, c.end - 1), c.end) for c in self._plan.chunks]
-        assert self._found is not None
-        return [float(self._found[start:end].mean()) for start, end in chunks]
+        return [float(self._found[0][start:end].mean()) for start, end in chunks]
 
 
 def measure(engine: Engine, corpus: Corpus, questions: Sequence[Asked], limit: int) -> dict[str, Any]:
