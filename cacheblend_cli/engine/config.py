@@ -44,8 +44,7 @@ class EngineConfig:
         check_known("KV dtype", self.kv_dtype, KV_DTYPES)
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"unknown device {self.device!r}", _DEVICES)
-        if self.kv_pool_dtype not in POOL_DTYPES:
-            raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
+        check_known("KV pool dtype", self.kv_pool_dtype, POOL_DTYPES)
         known = self.speculate in ("auto", "off") or (isinstance(self.speculate, int) and self.speculate > 0)
         if not known:
             raise UsageError(f"unknown --speculate {self.speculate!r}", "known: auto, off, or a number of tokens")

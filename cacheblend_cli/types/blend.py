@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_cli import extensions
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.settings import Settings, of_settings
 
 MODES = ("blend", "full", "reuse")
@@ -41,10 +41,8 @@ class BlendParams:
     correction: str = "regression"  # of KV that is not recomputed, see blend/corrections.py, or "none"
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UsageError(f"unknown mode {self.mode!r}", f"known: {', '.join(MODES)}")
-        if self.deviation not in DEVIATIONS:
-            raise UsageError(f"unknown deviation {self.deviation!r}", f"known: {', '.join(DEVIATIONS)}")
+        check_known("mode", self.mode, MODES)
+        check_known("deviation", self.deviation, DEVIATIONS)
         for _, ratio in self.checks or ((self.check_layer, self.ratio),):
             if not 0 <= ratio <= 1:
                 raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
