@@ -111,11 +111,11 @@ class LocalEngine:
                 yield CompletedAnswer(answer, [], *self.engine.explain(request, answer))
 
     def plan(self, ask: AskRequest) -> AskPlan:
-        return self.engine.plan(self._store, ask, self._note)
+        return self.engine.plan_of(self.engine.resolve(self._store, ask, self._note))
 
     def serve(self, concurrency: int) -> None:
         """Run up to `concurrency` questions at once from now on."""
         from cacheblend_cli.engine.events import Limits
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
-        self.engine.serve(self._store, limits)
+        self.engine.use(self._store, limits)

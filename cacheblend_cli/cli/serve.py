@@ -171,7 +171,7 @@ def _run(
 
             check_exportable(engine.model.spec, elsewhere)
         sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
-        engine.serve(store, Limits(max_waiting=http.max_waiting))
+        engine.use(store, Limits(max_waiting=http.max_waiting))
         gc.freeze()  # what exists now lasts; on a GPU, searching it for garbage takes as long as half a prefill
         names = LOOPBACK if keyring.is_open and http.unix_socket is None else None
         state = ServerState(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,7 +33,7 @@ from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import Draw, draws_of
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -53,6 +54,7 @@ from cacheblend_cli.types import (
 if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
+_FULL_S = 0.05  # between two attempts to queue a request
 _OF_ENGINE = {*grouped("model", "machine", "decoding", "memory", "prompt", "cutting"), "context"}
 
 
@@ -109,14 +111,9 @@ class Engine(Documents):
         """Resolve and answer a question in this thread. options: in place of its own."""
         return answer_of(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
 
-    def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
-        """Return a plan of the question without running it. Raises the errors of `resolve`, and UsageError if it would
-        be refused."""
-        return self.plan_of(self.resolve(store, ask, say))
-
     def plan_of(self, request: Request) -> AskPlan:
-        """Return a plan of a resolved request. --ratio auto may measure this machine, so call it in the engine's thread
-        if that runs. Raises UsageError if the request would be refused."""
+        """Return a plan of a resolved request, without running it. --ratio auto may measure this machine, so call it in
+        the engine's thread if that runs. Raises UsageError if the request would be refused."""
         request, report = decided(self.runtime, request)
         prompt = request.plan
         self.prompts.check_fits(prompt.num_tokens, request.sampling)
@@ -194,7 +191,7 @@ class Engine(Documents):
 
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
         """Return the answer. about: as for `request`. Raises NotFoundError, UsageError, StoreErrors and DeviceError."""
-        return self._queue(self._asked(question, about)).result()
+        return self.service.ask(self._resolved_request(self._asked(question, about))).result()
 
     def prefill(self, question: str | AskRequest, **about: Any) -> PrefilledPrompt:
         """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`;
@@ -222,9 +219,15 @@ class Engine(Documents):
         try:
             for question in questions:
                 request = self._resolved_request(self._asked(question, about))
-                while (submitted := self._queue_unless_full(request, wait=not running)) is None:
-                    answers.append(running.popleft().result())
-                running.append(submitted)
+                while True:
+                    try:
+                        running.append(self.service.ask(request))
+                        break
+                    except QueueFull:
+                        if running:
+                            answers.append(running.popleft().result())
+                        else:
+                            time.sleep(_FULL_S)
             while running:
                 answers.append(running.popleft().result())
         finally:
@@ -237,7 +240,7 @@ class Engine(Documents):
         left = threading.Event()
 
         def submit() -> Future[Answer]:
-            future = self._queue(self._asked(question, about))
+            future = self.service.ask(self._resolved_request(self._asked(question, about)))
             if left.is_set():
                 future.cancel()
             return future
@@ -286,10 +289,6 @@ class Engine(Documents):
     def _resolved_request(self, ask: AskRequest) -> Request:
         self._started()
         return self.resolve(self._store, ask)
-
-    def _queue(self, ask: AskRequest) -> Future[Answer]:
-        request = self._resolved_request(ask)
-        return self.service.ask(request)
 
 
 def drawn_outside(token_id: int) -> Draw:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -23,12 +21,10 @@ from cacheblend_cli.engine.request.model_sampling import as_the_model
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime, load_worker_model
-from cacheblend_cli.errors import CacheBlendError, QueueFull
+from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
 from cacheblend_cli.types import Answer, SamplingParams
-
-_FULL_S = 0.05  # between two attempts to queue a request
 
 
 class EngineThread:
@@ -80,22 +76,17 @@ class EngineThread:
 
     # its thread and store
 
-    def use(self, store: ChunkStore | None) -> None:
+    def use(self, store: ChunkStore | None, limits: Limits | None = None) -> None:
         """Use this store from now on, also for the KV of requests' documents and for `add`. None: a temporary store,
-        which `close` removes. No request may be running."""
+        which `close` removes. limits: None for those before. No request may be running."""
         with self._lock:
+            self._limits = limits or self._limits
             if self._service is None or store is not self._given:
                 if self._service is not None:
                     self.close()
                 self._given, self._store = store, self._temporary_store() if store is None else store
                 _share(self._store, self._resolved.settings)
                 self._service, self._closed = AsyncEngine(self.runtime, self._limits, FEATURES), None
-
-    def serve(self, store: ChunkStore, limits: Limits) -> None:
-        """`use` a store, under these limits."""
-        with self._lock:
-            self._limits = limits
-            self.use(store)
 
     def events(self, request: Request) -> Generator[Event]:
         """Return the events of a resolved request, Done last. Raises the error of a failed one.
@@ -134,16 +125,6 @@ class EngineThread:
                 yield from _until_done(event for _, event in core.step())
         finally:
             core.close()
-
-    def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
-        """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
-        while True:
-            try:
-                return self.service.ask(request)
-            except QueueFull:
-                if not wait:
-                    return None
-                time.sleep(_FULL_S)
 
     def close(self) -> None:
         """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""

@@ -243,7 +243,9 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
         expected = setup.reference(ids).logits[0]
     assert (full - expected[-full.shape[0] :]).abs().max() <= 1e-4
     assert (full - blended).abs().max() <= 1e-4
-    planned = setup.engine.plan(setup.store, AskRequest(QUESTION, setup.keys, BlendParams(), GREEDY))
+    planned = setup.engine.plan_of(
+        setup.engine.resolve(setup.store, AskRequest(QUESTION, setup.keys, BlendParams(), GREEDY))
+    )
     answer = setup.engine.run_alone(setup.store, AskRequest(QUESTION, setup.keys, BlendParams(), GREEDY))
     assert (planned.cached_tokens, planned.exact_tokens) == (answer.cached_tokens, answer.exact_tokens)
     assert planned.kv_bytes == answer.kv_bytes_loaded

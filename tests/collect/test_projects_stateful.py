@@ -207,7 +207,9 @@ class ProjectsMachine(RuleBasedStateMachine):
         if not hasattr(self, "store") or not self.stored:
             return
         params = SearchParams(20, by="words", scope=self.scope())
-        plan = self.engine.plan(self.store, AskRequest("who keeps the lead at home?", search=params))
+        plan = self.engine.plan_of(
+            self.engine.resolve(self.store, AskRequest("who keeps the lead at home?", search=params))
+        )
         cited = {self.real(chunk.source) for chunk in plan.chunks}
         assert cited <= self.in_project()
         assert {self.stored[file] for file in cited} == {self.stored[file] for file in self.in_project()}

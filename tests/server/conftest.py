@@ -108,7 +108,7 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
             retrieve=retrieve,
         )
         own = Engine(engine.runtime, overridden(DEFAULTS, {"chunk_tokens": 40}))
-        own.serve(store, limits or Limits())
+        own.use(store, limits or Limits())
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
         state = ServerState(own, store, settings, sampling, keyring, names, **of_host)

@@ -41,13 +41,12 @@ def claims_of(runtime: Runtime, request: Request, text: str) -> list[Claim]:
     if any(part.place is None for part in parts):
         messages = check(text, [decode(list(request.suffix_ids))])
         asked = {(part.start, part.end) for part in messages if part.place is not None}
-    is_free = request.sampling.json_schema is None and request.sampling.regex is None
     for part in parts:
         claim = Claim(part.text, part.start, part.end, part.kind, found=(part.start, part.end) in asked)
         if part.place is not None:
             number, start, _ = part.place
             claim = replace(claim, found=True, chunk=number, place=_place(request.chunks[number], start))
-        if claim.found or is_free or claim.kind != "quote":  # JSON has quotation marks of its own
+        if claim.found or not request.sampling.has_form or claim.kind != "quote":  # JSON has quotation marks of its own
             claims.append(claim)
     return claims
 

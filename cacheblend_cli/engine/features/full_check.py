@@ -112,7 +112,8 @@ class FullCheck(Hook):
     def further(self) -> Further:
         fed, sampling = self._draft_ids[:-1], self._request.sampling
         left = self._runtime.max_new_tokens(sampling) - len(fed) if self._replaces else 0
-        return Further(self._request.extended(fed), self, len(fed), left)
+        extended = replace(self._request, suffix_ids=(*self._request.suffix_ids, *fed))
+        return Further(extended, self, len(fed), left)
 
     def on_begin(self) -> None:
         self._output = SequenceOutput(self._runtime, self._request.sampling, self._request.plan.token_ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -106,10 +105,6 @@ class Request:
                 for c in self.chunks
             ),
         )
-
-    def extended(self, token_ids: Sequence[int]) -> Request:
-        """Return the request with tokens of its answer appended to the prompt."""
-        return replace(self, suffix_ids=(*self.suffix_ids, *token_ids))
 
     def in_full(self) -> Request:
         """Return the same prompt to be computed without the store, with its own notes."""
