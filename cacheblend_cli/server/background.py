@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cacheblend_store.private_files import InsecurePath, open_file, read_bytes
+from cacheblend_store.private_files import InsecurePath, locked, open_file, read_bytes
 
 from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, UsageError
@@ -34,25 +33,11 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
         arguments = [argument for argument in sys.argv[1:] if argument not in ("--background", "--json")]
     path = socket_of(settings)
     make_folder(path.parent)
-    with _locked(path.with_suffix(".lock")):  # a second command at the same time finds the first one's engine
-        return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the file's lock. Child processes do not inherit it."""
-    with os.fdopen(_open(path, os.O_WRONLY | os.O_CREAT), "wb") as stream:
-        with suppress(OSError):  # a filesystem without locks
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a file beside the socket. Raises UsageError for a link or a file of another user."""
     try:
-        return open_file(path, flags)
-    except InsecurePath as error:
-        raise UsageError(f"{path} {error.strerror}", "remove it") from error
+        with locked(path.with_suffix(".lock")):  # a second command at the same time finds the first one's engine
+            return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
+    except InsecurePath as error:  # a link or a file of another user
+        raise UsageError(f"{error.filename} {error.strerror}", "remove it") from error
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
@@ -75,7 +60,7 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
     if not any(a.partition("=")[0] == "--idle-exit" for a in arguments):
         arguments = [*arguments, "--idle-exit", str(idle_exit_s)]
     command = [sys.executable, "-P", "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
-    with os.fdopen(_open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), "wb") as stream:
+    with os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), "wb") as stream:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True, close_fds=True
         )

@@ -9,9 +9,11 @@ Imports nothing of the store, so that commands that use a running engine start f
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -151,6 +153,15 @@ def create(path: Path, data: bytes) -> None:
     """Write a new private file in a directory of this user. Raises FileExistsError, InsecurePath, OSError."""
     with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
         stream.write(data)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file of this user. Child processes do not inherit it. Raises InsecurePath, OSError."""
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT), "wb") as stream:
+        with suppress(OSError):  # a filesystem without locks
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def exposed(folder: Path) -> InsecurePath | None:

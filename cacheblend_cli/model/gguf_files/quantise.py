@@ -7,13 +7,11 @@ index has the file's modification time, so a file that was cut or changed is wri
 from __future__ import annotations
 
 import errno
-import fcntl
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cacheblend_store.private_files import make_folder, open_file, open_folder
+from cacheblend_store.private_files import locked, make_folder, open_folder
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
@@ -66,7 +64,7 @@ def quantised_folder(
         return folder
     try:
         make_folder(home)
-        with _locked(home / "lock"):  # one process writes, the others wait for its file
+        with locked(home / "lock"):  # one process writes, the others wait for its file
             if not is_intact(folder):
                 for left in (folder, *home.glob("*.part")):  # damaged, or of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
@@ -86,14 +84,6 @@ def is_intact(folder: Path) -> bool:
         return (folder / GGUF_INDEX).stat().st_mtime_ns == (folder / FILE).stat().st_mtime_ns
     except OSError:
         return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT), "wb") as stream:
-        with suppress(OSError):  # a filesystem without locks
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _plan(source: TensorSource, spec: ModelSpec, quantised: str) -> dict[str, StoredTensor]:
