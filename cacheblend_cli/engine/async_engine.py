@@ -123,12 +123,13 @@ class AsyncEngine:
         """Return whether the current step has been running for too long."""
         return self.busy_s > STUCK_S
 
-    def close(self, give_up_s: float = STUCK_S) -> bool:
-        """Take no more requests, and cancel running ones. Returns whether the thread has ended within give_up_s; a
-        stuck step is left to the end of the process."""
+    def close(self, grace_s: float = 0.0, give_up_s: float = STUCK_S) -> bool:
+        """Take no more requests. Running ones may finish within grace_s, then they are cancelled. Returns whether the
+        thread has ended within another give_up_s; a stuck step is left to the end of the process."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._thread.join(grace_s)
         self.cancel_all()
         self._thread.join(give_up_s)
         if self._thread.is_alive():
