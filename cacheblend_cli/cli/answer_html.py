@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.answer_output import by_rank
 from cacheblend_cli.cli.output import visible
-from cacheblend_cli.types import unsupported_line
-
-if TYPE_CHECKING:
-    from cacheblend_cli.types import Answer, ChunkUse, TokenUse
+from cacheblend_cli.types import Answer, ChunkUse, TokenUse, unsupported_line
 
 KINDS = {
     "exact": "from the store, exact",

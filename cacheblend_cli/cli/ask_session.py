@@ -191,7 +191,7 @@ class AskSession:
             return None
         from cacheblend_cli.server.background import start_own
 
-        start_own(self._resolved.settings, self._keep_alive_s, options.flags_of(self._resolved, options.ENGINE))
+        start_own(self._resolved.settings, self._keep_alive_s, options.engine_flags(self._resolved))
         self._output.note(
             f"an engine stays in the background for {self._resolved.settings.keep_alive}; stop it: cacheblend serve --stop"
         )

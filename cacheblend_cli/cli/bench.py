@@ -11,6 +11,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.settings import Settings, grouped
+from cacheblend_cli.types import BlendParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.evaluation.bench import BenchReport, Speed
@@ -40,7 +41,6 @@ def bench(
     """
     output = Output()
     from cacheblend_cli.evaluation.settings import grid
-    from cacheblend_cli.types import BlendParams
     from cacheblend_cli.types.blend import parse_selector
 
     def grid_with(blend: BlendParams) -> list[Setting]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer import Option
@@ -24,13 +24,12 @@ from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted
+from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.corpus.scopes import holds
 from cacheblend_cli.errors import DeviceError, ExitCode, NothingFound, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import decode_text, write_text
-from cacheblend_cli.types import AskOptions
-
-if TYPE_CHECKING:
-    from cacheblend_cli.types import Answer
+from cacheblend_cli.types import Answer, AskOptions
 
 COMMANDS = {
     "/sources": "show the chunks of the last answer",
@@ -202,8 +201,6 @@ def _run_command(line: str, state: ChatState, session: AskSession, output: Outpu
             for name, help_text in COMMANDS.items():
                 output.text(f"{name:<9} {help_text}")
         case "/docs":
-            from cacheblend_cli.corpus.places import shown
-            from cacheblend_cli.corpus.scopes import holds
             from cacheblend_cli.corpus.search import searchable
 
             for name in (n for n in searchable(session.store) if holds(session.scope, n)):

@@ -16,8 +16,10 @@ from cacheblend_cli.cli import completion, deleting, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size
+from cacheblend_cli.corpus.scopes import holds, scope_of
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import EVERYTHING
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord
@@ -43,8 +45,6 @@ def ls(
     Stored KV of prompt prefixes is not listed.
     """
     from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.scopes import holds, scope_of
-    from cacheblend_cli.types import EVERYTHING
 
     output = Output(quiet=quiet)
     last, rows = None, list[_ChunkRow]()
@@ -147,8 +147,6 @@ def rm(
 
 def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
     """Return the documents of --source, by default all. Raises NotFoundError if --source matches none."""
-    from cacheblend_cli.corpus.scopes import holds, scope_of
-
     if source is None:
         return list(store.documents())
     scope = scope_of(source)

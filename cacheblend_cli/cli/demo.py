@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,23 +49,17 @@ def demo(
     if write is not None:
         _write_examples(write, output, json=json)
         return
-    from cacheblend_store import ChunkStore
-
     options.import_engine()
     from cacheblend_cli.evaluation.demo_run import Demo, demo_case, summarise
+    from cacheblend_cli.evaluation.temporary import temporary_store
     from cacheblend_cli.model.named import INSTALL, SMOLLM2
 
     case = demo_case(seed)
     engine = options.load_engine(replace(settings, model=case.model, lora=""), output)
     results: list[Compared] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder,
-        ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
-        engine,
-    ):
+    with temporary_store("demo") as store, engine:
         run = Demo(engine, store, case)
-        (Path(folder) / "documents").mkdir()
-        report = run.precompute_alone(Path(folder) / "documents")
+        report = run.precompute_alone()
         output.note(
             f"precomputed {report.documents} documents, each chunk alone: {report.tokens:,} tokens, "
             f"{format_size(report.bytes)} of KV in {report.seconds:.1f} s"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,18 +19,15 @@ from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.evaluation.plot import check_plot
 from cacheblend_cli.evaluation.plot import plot as draw
 from cacheblend_cli.settings import Settings, grouped, resolve
+from cacheblend_cli.types import AutoReport, BlendParams, SearchParams
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore
-
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation.bootstrap import Interval
     from cacheblend_cli.evaluation.evaluate import Results
     from cacheblend_cli.evaluation.samples import Sample
     from cacheblend_cli.evaluation.settings import Setting
     from cacheblend_cli.evaluation.summary import Summary
-    from cacheblend_cli.types import AutoReport, BlendParams
-
 
 _MAX_TOKENS = 32
 
@@ -88,10 +84,10 @@ def evaluate(
     Without answers, only the distance from full prefill is reported.
     """
     output, path = Output(quiet=quiet), _record_path(out, resume)
+    settings = replace(settings, store=store or settings.store)
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.scores import check_rouge
-    from cacheblend_cli.types import BlendParams
 
     check_rouge()
     if plot is not None:
@@ -106,13 +102,15 @@ def evaluate(
         engine = options.load_engine(settings, output)
         from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
         from cacheblend_cli.evaluation.evaluate import evaluate as run
+        from cacheblend_cli.evaluation.temporary import temporary_store
 
         if "model" in ratios:
             asked = grid_with(engine.own_blend(blend)[0])
-        samples = _with_found_contexts(samples, engine, settings, store, max_tokens, output)
+        samples = _with_found_contexts(samples, engine, settings, max_tokens, output)
         hint = f"finished measurements are in {path}; continue with --resume {path}"
         interruptible = on_interrupt(hint) if path else nullcontext()
-        with interruptible, _store(settings, store) as kv_store, output.progress("questions") as bar:
+        opened = temporary_store("eval") if store is None else open_store(settings, write=True)
+        with interruptible, opened as kv_store, output.progress("questions") as bar:
             results = run(
                 engine, kv_store, samples, [*asked, *[NOISE_FLOOR] * noise_floor],
                 EvaluateOptions(max_tokens, records, store is not None, collecting),
@@ -193,33 +191,17 @@ def _read(data: Sequence[Path], limit: int | None) -> list[Sample]:
 
 
 def _with_found_contexts(
-    samples: list[Sample], engine: Engine, settings: Settings, named: str | None, max_tokens: int, output: Output
+    samples: list[Sample], engine: Engine, settings: Settings, max_tokens: int, output: Output
 ) -> list[Sample]:
-    """Return the samples; those without contexts with those found in the store of --store, else of the settings."""
+    """Return the samples; those without contexts with those found in the store."""
     if all(sample.contexts for sample in samples):
         return samples
     from cacheblend_cli.evaluation.chunks import with_found_contexts
-    from cacheblend_cli.types import SearchParams
 
-    with open_store(replace(settings, store=named or settings.store), write=False) as source:
+    with open_store(settings, write=False) as source:
         scope = options.scope_of(source, None, False, output.note)
         search = SearchParams.of(replace(settings, on_weak_match="answer"), scope)
         return with_found_contexts(engine, source, samples, search, max_tokens)
-
-
-@contextmanager
-def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
-    if named is not None:
-        with open_store(replace(settings, store=named), write=True) as store:
-            yield store
-        return
-    from cacheblend_store import ChunkStore
-
-    with (
-        tempfile.TemporaryDirectory(prefix="cacheblend-eval-") as folder,
-        ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
-    ):
-        yield store
 
 
 def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.output import Output
-
-if TYPE_CHECKING:
-    from cacheblend_cli.types import Answer, AutoReport, ChunkUse, TokenUse
+from cacheblend_cli.types import Answer, AutoReport, ChunkUse, TokenUse
 
 _SHOWN = 600  # characters of a chunk
 _LEGEND = "(exact, reused: from the store; reused was computed in another context; computed: was not stored)"

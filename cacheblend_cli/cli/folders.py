@@ -1,4 +1,4 @@
-"""Flags that select files in folders, and messages about skipped files and parts left out of documents."""
+"""Files selected by flags, and messages about skipped files and parts left out of documents."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
@@ -22,49 +20,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.documents import Skipped
     from cacheblend_cli.settings import Settings
 
-_PANEL = "Reading documents"
-Include = Annotated[
-    list[str] | None,
-    Option(help="Include only matching files of folders; patterns as in .gitignore (repeatable).", metavar="GLOB"),
-]
-Exclude = Annotated[
-    list[str] | None, Option(help="Exclude matching files; patterns as in .gitignore (repeatable).", metavar="GLOB")
-]
-NoIgnore = Annotated[
-    bool | None,
-    Option(
-        "--no-ignore/--ignore",
-        help="Include files that .gitignore and .ignore exclude.",
-        show_default="ignore",
-        rich_help_panel=_PANEL,
-    ),
-]
-Follow = Annotated[
-    bool | None,
-    Option(
-        "--follow/--no-follow",
-        help="Follow links to folders, and to files outside the folder.",
-        show_default="no-follow",
-        rich_help_panel=_PANEL,
-    ),
-]
-MaxFileSize = Annotated[
-    str | None,
-    Option(help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL),
-]
-Ocr = Annotated[
-    bool | None,
-    Option(
-        "--ocr/--no-ocr",
-        help="Recognise the text of scanned PDF pages with ocrmypdf, an installed program.",
-        show_default="no-ocr",
-        rich_help_panel=_PANEL,
-    ),
-]
-FilesFrom = Annotated[
-    str | None, Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-")
-]
-Verbose = Annotated[bool, Option("--verbose", "-v", help="List every skipped file, and all omissions of documents.")]
 _WARNED = 10
 _NAMED = 3  # omissions to name without --verbose
 _HINTS = {

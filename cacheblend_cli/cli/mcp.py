@@ -26,7 +26,7 @@ def mcp(
 
     It uses the running engine of the store, and starts one in the background at the first call if none runs.
     """
-    flags = options.flags_of(resolved, options.ENGINE)
+    flags = options.engine_flags(resolved)
     if url is not None and flags:
         raise UsageError(
             f"--url and {flags[0]} were given together", "give the setting to the server: cacheblend serve"

@@ -19,7 +19,7 @@ from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size, with_kv_line
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, grouped, resolve
-from cacheblend_cli.types import NO_RATIO
+from cacheblend_cli.types import NO_RATIO, NUM_HITS, AskRequest, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine
@@ -201,7 +201,6 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
     from cacheblend_store import StoreNotFound
 
     from cacheblend_cli.evaluation.profile import measure_profile
-    from cacheblend_cli.types import NUM_HITS, AskRequest, SearchParams
 
     settings = resolved.settings
     ask = AskRequest.of(

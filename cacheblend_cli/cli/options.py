@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial, wraps
@@ -22,15 +22,13 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
 from cacheblend_cli.model.named import FALLBACK_NOTE
 from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, config_files, grouped, of_settings, resolve
-from cacheblend_cli.types import BlendParams
+from cacheblend_cli.types import EVERYTHING, BlendParams, Scope
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.engine.engine import Engine
-    from cacheblend_cli.types import Scope
-
 
 T = TypeVar("T")
 
@@ -136,18 +134,14 @@ ENGINE = ("store", *IDENTITY)
 """Settings by which a command finds its engine, or starts one: its other settings are those of the configuration."""
 
 
-def flags_of(resolved: Resolved, names: Sequence[str]) -> list[str]:
-    """Return the command-line flags of the named settings that were given as flags."""
+def engine_flags(resolved: Resolved) -> list[str]:
+    """Return the command-line flags of the settings in ENGINE that were given as flags."""
     found: list[str] = []
-    for name in (name for name, origin in resolved.origin.items() if origin == "flag" and name in names):
-        flag, value = (
-            _FIELDS[name].metadata["flag"].split("/")[0] or f"--{name.replace('_', '-')}",
-            getattr(resolved.settings, name),
-        )
-        if isinstance(value, bool):
-            found += [flag] if value else []
-        else:
-            found += [f"{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    for name, origin in resolved.origin.items():
+        if origin == "flag" and name in ENGINE:
+            value = getattr(resolved.settings, name)
+            values = value if isinstance(value, tuple) else (value,)
+            found += [f"--{name.replace('_', '-')}={item}" for item in values]
     return found
 
 
@@ -187,7 +181,6 @@ def scope_of(
     collection is empty."""
     from cacheblend_cli.corpus.scopes import collection_scope, holds, scope_here, scope_of
     from cacheblend_cli.corpus.search import searchable
-    from cacheblend_cli.types import EVERYTHING
 
     names = searchable(store)
     if source is not None:

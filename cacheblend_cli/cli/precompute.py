@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.settings import Settings
 
 _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "state_every", "kv_dtype")
+_reading_option = partial(Option, rich_help_panel="Reading documents")
 
 
 @options.with_settings(
@@ -52,13 +53,33 @@ def precompute(
     paths: list[str] | None = Argument(
         None, help="Files and folders; - is stdin. Default: the remembered ones.", metavar="[PATH]..."
     ),
-    include: folders.Include = None,
-    exclude: folders.Exclude = None,
-    no_ignore: folders.NoIgnore = None,
-    follow: folders.Follow = None,
-    max_file_size: folders.MaxFileSize = None,
-    ocr: folders.Ocr = None,
-    files_from: folders.FilesFrom = None,
+    include: list[str] | None = Option(
+        None, help="Include only matching files of folders; patterns as in .gitignore (repeatable).", metavar="GLOB"
+    ),
+    exclude: list[str] | None = Option(
+        None, help="Exclude matching files; patterns as in .gitignore (repeatable).", metavar="GLOB"
+    ),
+    no_ignore: bool | None = _reading_option(
+        None, "--no-ignore/--ignore", help="Include files that .gitignore and .ignore exclude.", show_default="ignore"
+    ),
+    follow: bool | None = _reading_option(
+        None,
+        "--follow/--no-follow",
+        help="Follow links to folders, and to files outside the folder.",
+        show_default="no-follow",
+    ),
+    max_file_size: str | None = _reading_option(
+        None, help="Skip larger files of folders.", metavar="SIZE", show_default="20MB"
+    ),
+    ocr: bool | None = _reading_option(
+        None,
+        "--ocr/--no-ocr",
+        help="Recognise the text of scanned PDF pages with ocrmypdf, an installed program.",
+        show_default="no-ocr",
+    ),
+    files_from: str | None = Option(
+        None, help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-"
+    ),
     watch: bool = Option(False, "--watch", help="Then watch the folders and store changes, until Ctrl-C."),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be computed and removed: tokens, bytes, time."),
     yes: bool = Option(
@@ -86,7 +107,7 @@ def precompute(
         help="Number of --collector workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
         show_default=False,
     ),
-    verbose: folders.Verbose = False,
+    verbose: bool = Option(False, "--verbose", "-v", help="List every skipped file, and all omissions of documents."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -124,7 +145,7 @@ def precompute(
         with (
             _cluster(engine, settings, collector, workers) as cluster,
             opened as kv_store,
-            _View(output, json, quiet, verbose) as view,
+            closing(_View(output, skipped_files, json=json)) as view,
         ):
             if kv_store is not None and not dry_run:
                 share(kv_store, settings, output, strict=True)
@@ -140,7 +161,7 @@ def precompute(
                 cluster=cluster,
             )
             report = engine.precompute(kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes))
-            view.end_bar()
+            view.close()
             if kv_store is not None:
                 finish(kv_store, output)
         view.show(report, engine, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
@@ -247,28 +268,21 @@ class _View:
     """Show events as messages and a progress bar: first for reading, then for the tokens to compute. Tokens that need
     no work are not part of the bar, so that they do not count as speed."""
 
-    def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
-        self.output, self.json, self.quiet = output, json, quiet
-        self.skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
+    def __init__(self, output: Output, skipped_files: folders.SkippedFiles, *, json: bool) -> None:
+        self.output, self.skipped_files, self.json = output, skipped_files, json
         self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self.done = self.total = 0
         self._start = time.perf_counter()
 
-    def __enter__(self) -> _View:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def end_bar(self) -> None:
-        """Remove the bar, so that a question can be asked."""
+    def close(self) -> None:
+        """Remove the bar; the next event shows it again."""
         self._stack.close()
         self._bar_name = ""
 
     def confirm(self, difference: Difference, *, yes: bool) -> bool:
         """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal."""
-        self.end_bar()
+        self.close()
         for change in _changes(difference):
             self.output.warn(change)
         cost = _cost(difference)
@@ -286,7 +300,10 @@ class _View:
         """Show the result of storing in `place`. Raises UsageError for named files that were skipped, and if no
         document was found."""
         if report.documents or report.gone or self.json:
-            _summary(report, self.output, place, dry_run, self.json)
+            if dry_run:
+                _dry_summary(report, self.output, self.json)
+            else:
+                _summary(report, self.output, place)
         if not (report.unchanged or dry_run):
             _note_ratio(engine, report.new, self.output)
         if report.hidden:
@@ -321,13 +338,13 @@ class _View:
             self._count(event.done)
             if self.json:
                 self.output.json(event.chunk.record)
-            elif self.quiet:
+            elif self.output.quiet:
                 self.output.text(event.chunk.id)
 
     def _plan(self, planned: Difference | None) -> None:
         if planned is not None and planned.seconds and not planned.changes:  # otherwise it was shown before
             self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
-        self.end_bar()
+        self.close()
         self.total, self._start = 0 if planned is None else planned.work_tokens, time.perf_counter()
 
     def _count(self, tokens: int) -> None:
@@ -370,10 +387,7 @@ def _warn_hidden(names: list[str], output: Output) -> None:
     )
 
 
-def _summary(report: PrecomputeReport, output: Output, place: str, dry_run: bool, json: bool) -> None:
-    if dry_run:
-        _dry_summary(report, output, json)
-        return
+def _summary(report: PrecomputeReport, output: Output, place: str) -> None:
     chunks = report.new + report.unchanged + report.replaced
     taken = f", {report.taken} of them from the tier" if report.taken else ""
     if report.converted.chunks:

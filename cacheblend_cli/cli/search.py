@@ -10,6 +10,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.engines import search_warm
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.text_files import check_text
@@ -52,24 +53,22 @@ def search(
         warm = None if local else search_warm(settings, query, params, output.note)
         found, by = warm or (look(kv_store, query, params, output.note), "")
         weak = weak_note(kv_store, scope) if found.weak else ""
-    _show(found, output, json=json, quiet=quiet)
+    _show(found, output, json=json)
     damaged = damaged_note(found.num_damaged) if found.num_damaged else ""
     for note in filter(None, (*left_out_notes(found.num_cut, found.num_repeated), damaged, weak, by)):
         output.note(note)
 
 
-def _show(found: SearchResult, output: Output, *, json: bool, quiet: bool) -> None:
-    from cacheblend_cli.corpus.places import shown
-
+def _show(found: SearchResult, output: Output, *, json: bool) -> None:
     rows, digits = [], 4 if found.by == "both" else 2
     for hit in found.hits:
         source = shown(hit.source)
         if json:
             record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
             output.json({**record, "snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)})
-        elif quiet:
+        elif output.quiet:
             output.text(hit.id)
         score = "" if hit.beside else f"{hit.score:.{digits}f}"
         rows.append((hit.id[:12], score, f"{source}#{hit.index}", hit.snippet[:90]))
-    if not (json or quiet):
+    if not (json or output.quiet):
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))

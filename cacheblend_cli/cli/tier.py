@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +18,12 @@ from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size
+from cacheblend_cli.corpus.places import landed, portable, shown
+from cacheblend_cli.corpus.scopes import holds, scope_of
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import EVERYTHING
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore, DocumentRecord
@@ -60,15 +64,13 @@ def push(
     tier = open_tier(settings, url)
     from cacheblend_store.upkeep.moving import push as push_to
 
-    from cacheblend_cli.corpus.places import portable
-
     with (
         on_interrupt("what was copied is kept; run the command again to copy the rest"),
         open_store(settings, write=False) as store,
         output.progress("push") as bar,
     ):
         keys = _choose(store, chunks, source, model)
-        report = push_to(store, tier, keys, portable, _on_chunk(output, bar, json=json, quiet=quiet))
+        report = push_to(store, tier, keys, portable, partial(_on_chunk, output, bar, json))
     _summary(output, report, f"to {url}", "see: cacheblend chunks verify --repair")
 
 
@@ -93,15 +95,13 @@ def pull(
     tier = open_tier(settings, url, create=False)
     from cacheblend_store.upkeep.moving import pull as pull_from
 
-    from cacheblend_cli.corpus.places import landed, shown
-
     with (
         on_interrupt("what was copied is kept; run the command again to copy the rest"),
         open_store(settings, write=True) as store,
         output.progress("pull") as bar,
     ):
         report = pull_from(
-            store, tier, _wanted(chunks, source), landed, _on_chunk(output, bar, json=json, quiet=quiet),
+            store, tier, _wanted(chunks, source), landed, partial(_on_chunk, output, bar, json),
             replace_documents=replace,
         )  # fmt: skip
     for name in report.kept:
@@ -230,8 +230,6 @@ def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, mod
     if source is None and model is None:
         return None
     from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.scopes import holds, scope_of
-    from cacheblend_cli.types import EVERYTHING
 
     scope = EVERYTHING if source is None else scope_of(source)
     citations = Citations(store, scope)
@@ -246,8 +244,6 @@ def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, mod
 def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentRecord | str], bool] | None:
     if not chunks and source is None:
         return None
-    from cacheblend_cli.corpus.scopes import holds, scope_of
-
     ids = tuple(name.lower() for text in chunks or () for name in read_ids(text))
     scope = None if source is None else scope_of(source)
 
@@ -262,20 +258,17 @@ def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentR
 
 
 def _on_chunk(
-    output: Output, bar: Callable[[int, int, str], None], *, json: bool, quiet: bool
-) -> Callable[[MovedChunk, int, int], None]:
-    def on_chunk(chunk: MovedChunk, done: int, total: int) -> None:
-        bar(done, total, "chunks")
-        bad = chunk.status in ("rejected", "damaged")
-        if json:
-            record: dict[str, Any] = {"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes}
-            output.json({**record, "reason": chunk.reason or None})
-        elif quiet and not bad:
-            output.text(chunk.id)
-        if bad:
-            output.warn(f"chunk {chunk.id[:12]} is {chunk.status}: {chunk.reason}")
-
-    return on_chunk
+    output: Output, bar: Callable[[int, int, str], None], json: bool, chunk: MovedChunk, done: int, total: int
+) -> None:
+    bar(done, total, "chunks")
+    bad = chunk.status in ("rejected", "damaged")
+    if json:
+        record = {"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes, "reason": chunk.reason or None}
+        output.json(record)
+    elif output.quiet and not bad:
+        output.text(chunk.id)
+    if bad:
+        output.warn(f"chunk {chunk.id[:12]} is {chunk.status}: {chunk.reason}")
 
 
 def _summary(output: Output, report: MoveReport, where: str, hint: str) -> None:

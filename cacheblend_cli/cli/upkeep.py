@@ -13,6 +13,7 @@ from cacheblend_cli.cli import deleting, options, tier
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size, parse_age, parse_size
+from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
@@ -173,8 +174,6 @@ def _show_findings(findings: Sequence[tuple[str, str, bytes]], report: VerifyRep
 
 
 def _note_rest(checked: RecheckReport | None, rebuilt: SalvageReport | None, output: Output) -> None:
-    from cacheblend_cli.corpus.places import shown
-
     if checked is not None:
         output.note(f"{counted(checked.checked, 'chunk')} recomputed, {len(checked.mismatches)} differ")
     if checked is not None and checked.foreign:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
-from cacheblend_store import ChunkStore, StoreNoSpace
+from cacheblend_store import StoreNoSpace
 
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.engine.engine import Engine
@@ -29,6 +27,7 @@ from cacheblend_cli.evaluation.speed import (
     ordinary_ids,
     random_ids,
 )
+from cacheblend_cli.evaluation.temporary import temporary_store
 
 DEFAULT_TOKENS = 2048
 _DECODE = "decode"
@@ -129,10 +128,7 @@ def bench(
     engine.reserve_memory()
     collection = engine.collection(None)
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder,
-            ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
-        ):
+        with temporary_store("bench") as store:
             on_run(0, (rounds + 1) * (len(settings) + 1), "collect")
             start = time.perf_counter()
             prompt = SpeedPrompt.stored(engine, store, layout, decode_tokens)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.evaluation.temporary import temporary_store
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -40,10 +39,7 @@ class ModelCheck:
 
 def check_model(engine: Engine, *, with_transformers: bool) -> ModelCheck:
     """Compare the last logits of a prompt over pages of the demo's handbook."""
-    with (
-        tempfile.TemporaryDirectory(prefix="cacheblend-check-") as folder,
-        ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
-    ):
+    with temporary_store("check") as store:
         pages = [str(page) for page in sorted(handbook_dir().glob("*.md"))[:PAGES]]
         wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.context // 8))
         engine.precompute(store, pages, wanted, lambda event: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from cacheblend_store import ChunkStore
@@ -16,7 +16,6 @@ from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Context, Sample
-from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import AskRequest, SamplingParams, SearchParams
 
 SOURCE = "(sample)"
@@ -33,13 +32,13 @@ class SampleChunks:
         corpus: Sequence[Sample] = (),
         collecting: CollectSettings | None = None,
     ) -> None:
-        self._engine, self._store, self._corpus = engine, store, corpus
-        self._collection: Collection = engine.collection(store)
+        self._store, self._corpus = store, corpus
+        self._collection = engine.collection(store)
         self._collector = Collector(self._collection, store)
-        self._ids: dict[str, tuple[int, ...]] = {}
-        self._planned: dict[tuple[Context, str], PlannedChunk] = {}
         self._options = collecting or CollectSettings()
         self._window = self._collection.window(self._options.window)
+        self._encode = cache(lambda text: tuple(engine.model.tokenizer.encode_text(text)))
+        self._plan = cache(self._planned)
 
     def keys(self, sample: Sample, context: str) -> list[bytes]:
         """Return the keys of the sample's chunks in prompt order. context: see corpus/contexts.py."""
@@ -59,14 +58,10 @@ class SampleChunks:
         missing = [p for p in wanted.values() if not self._store.has_kv(p.key)]
         return sum(1 for _ in self._collector.store(missing))
 
-    def _plan(self, context: Context, kind: str) -> PlannedChunk:
-        planned = self._planned.get((context, kind))
-        if planned is None:
-            ids, left = self._encode(context.text), self._left(context, kind)
-            chunk = Chunk(len(context.before), context.text, ids, 0, len(context.text))
-            planned = PlannedChunk(self._collection.key(ids, left), SOURCE, chunk, left, kind)
-            self._planned[context, kind] = planned
-        return planned
+    def _planned(self, context: Context, kind: str) -> PlannedChunk:
+        ids, left = self._encode(context.text), self._left(context, kind)
+        chunk = Chunk(len(context.before), context.text, ids, 0, len(context.text))
+        return PlannedChunk(self._collection.key(ids, left), SOURCE, chunk, left, kind)
 
     def _left(self, context: Context, kind: str) -> tuple[int, ...]:
         """Ids between the prefix and the chunk, as `precompute --context` has them."""
@@ -91,12 +86,6 @@ class SampleChunks:
     def _neighbours(self) -> Neighbours:
         passages = (Passage(c.text, self._encode(c.text)) for s in self._corpus for c in s.contexts)
         return Neighbours(passages, self._options.neighbours, self._window)
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        ids = self._ids.get(text)
-        if ids is None:
-            ids = self._ids[text] = tuple(self._engine.model.tokenizer.encode_text(text))
-        return ids
 
 
 def with_found_contexts(

@@ -133,9 +133,11 @@ class Demo:
         if blended.ratio > BlendParams.ratio:
             self.settings[BLENDED_LESS] = BlendParams()
 
-    def precompute_alone(self, folder: Path) -> PrecomputeReport:
-        """Write the documents into the empty folder, and store the KV of each of their chunks, computed without the
-        chunks before it."""
+    def precompute_alone(self) -> PrecomputeReport:
+        """Write the documents into a folder beside the store, and store the KV of each of their chunks, computed
+        without the chunks before it."""
+        folder = self._store.path.with_name("documents")
+        folder.mkdir()
         for name, text in self._case.documents.items():
             (folder / name).write_text(text, encoding="utf-8")
         options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink")

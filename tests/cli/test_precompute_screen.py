@@ -13,6 +13,7 @@ import pytest
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.cli import output as output_module
+from cacheblend_cli.cli.folders import SkippedFiles
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.precompute import _View
 from cacheblend_cli.collect.events import PrecomputeEvent
@@ -86,7 +87,7 @@ def test_the_bar_counts_documents_until_the_total_is_known_and_never_goes_backwa
 
     def run(paths: list[str]) -> tuple[_Bar, list[PrecomputeEvent]]:
         bar, events = _Bar(), list[PrecomputeEvent]()
-        view = _View(bar, json=False, quiet=False, verbose=False)
+        view = _View(bar, SkippedFiles(bar, verbose=False, json=False), json=False)
 
         def on_event(event: PrecomputeEvent) -> None:
             events.append(event)
