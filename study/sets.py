@@ -26,7 +26,7 @@ from settings import (
     wide_settings,
 )
 
-from cacheblend_cli.demo import heldout_path
+from cacheblend_cli.demo import model_dir
 from cacheblend_cli.evaluation.samples import Context, Sample, pages, read_samples
 from cacheblend_cli.evaluation.settings import Setting
 
@@ -61,7 +61,7 @@ PASSAGE_WORDS = 330
 
 def spellable_samples() -> list[Sample]:
     """Return the held-out questions whose names the demo's model can spell; it misspells the others with any KV."""
-    return [s for s in read_samples(heldout_path()) if s.tags["names"] == "known"]
+    return [s for s in read_samples(model_dir().with_name("heldout.jsonl")) if s.tags["names"] == "known"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
-from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.types import NO_RATIO, CompletedAnswer, Notes, Piece, unsupported_line
 
 _MOST_SOURCES = 3
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AnswerStream:
-    """Streaming callbacks: text goes to stdout, notes and reasoning to stderr."""
+    """Shows an answer while it is made: text on stdout, notes and reasoning on stderr."""
 
     def __init__(self, output: Output, *, draft: bool = False) -> None:
         """draft: the answer may still change, so do not write it to a pipe yet."""
@@ -36,21 +35,19 @@ class AnswerStream:
         self.begun = False  # something of the answer was shown
         self._held = draft and not output.out_tty
 
-    def notes(self, notes: Sequence[str]) -> None:
-        for note in notes:
-            self._output.warn(note)
-
-    def reasoning(self, piece: str) -> None:
-        piece = piece if self._in_reasoning else piece.lstrip()
-        if piece:
-            self._output.aside(piece)
-            self._in_reasoning = self.begun = True
-
-    def text(self, piece: str) -> None:
-        self.end_reasoning()
-        if not self._held:
-            self.begun = True
-            self._output.text(piece, end="")
+    def show(self, event: Notes | Piece) -> None:
+        if isinstance(event, Notes):
+            for note in event.notes:
+                self._output.warn(note)
+        elif event.reasoning:
+            if text := event.text if self._in_reasoning else event.text.lstrip():
+                self._output.aside(text)
+                self._in_reasoning = self.begun = True
+        else:
+            self.end_reasoning()
+            if not self._held:
+                self.begun = True
+                self._output.text(event.text, end="")
 
     def end_reasoning(self) -> None:
         if self._in_reasoning:
@@ -60,8 +57,6 @@ class AnswerStream:
 
 @dataclass(frozen=True)
 class AnswerResult:
-    """An answer to show."""
-
     answer: Answer
     options: AskOptions  # as requested
     explained: Sequence[str]  # see engine/engine.py: Engine.explain
@@ -94,13 +89,10 @@ def result_of(
         if isinstance(event, CompletedAnswer):
             by = "" if event.pid is None else f", by the engine of process {event.pid}"
             return AnswerResult(event.answer, options, event.explained, event.tokens, by, shown)
-        if streams is None:
-            continue
-        if isinstance(event, Notes):
-            shown = event.notes
-            streams.notes(shown)
-        else:
-            (streams.reasoning if event.reasoning else streams.text)(event.text)
+        if streams is not None:
+            streams.show(event)
+            if isinstance(event, Notes):
+                shown = event.notes
     raise lost()
 
 
@@ -172,11 +164,6 @@ def first_token_line(answer: Answer) -> str:
     if measured:
         return f"{text}, full prefill {format_latency(full)}{faster}"
     return f"{text}; a full prefill takes about {format_latency(full)}{faster}"
-
-
-def changed(answer: Answer) -> ExitCode:
-    """Return the exit code for an answer: CHANGED if --confirm changed it."""
-    return ExitCode.CHANGED if answer.confirmation and not answer.confirmation.confirmed else ExitCode.OK
 
 
 def _end_text(answer: Answer, output: Output) -> None:

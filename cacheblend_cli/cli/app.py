@@ -78,14 +78,13 @@ class _Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Raises UsageError for an unknown command, with the new name of a renamed one or the most similar name."""
         name = args[0]
-        if name in RENAMED:
-            raise UsageError(f"no such command: {name}", f"it is now: cacheblend {RENAMED[name]}")
         if name not in COMMANDS and not name.startswith("-"):
-            if name in _SUBCOMMANDS:
-                raise UsageError(
-                    f"no such command: {name}", f"did you mean {_SUBCOMMANDS[name]}? see: cacheblend --help"
-                )
-            raise UsageError(f"no such command: {name}", did_you_mean(name, COMMANDS, "cacheblend --help"))
+            hint = did_you_mean(name, COMMANDS, "cacheblend --help")
+            if name in RENAMED:
+                hint = f"it is now: cacheblend {RENAMED[name]}"
+            elif name in _SUBCOMMANDS:
+                hint = f"did you mean {_SUBCOMMANDS[name]}? see: cacheblend --help"
+            raise UsageError(f"no such command: {name}", hint)
         return super().resolve_command(ctx, args)
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct, convert
 from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, show_answer, show_plan
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, show_answer, show_plan
 from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.flags import ASK
@@ -132,7 +132,8 @@ class AnswerView:
 
             page = answer_page(item.question, result.answer, result.tokens)
             write_text(self._html, page, "choose another place for --html")
-        self.codes.append(changed(result.answer))
+        check = result.answer.confirmation
+        self.codes.append(ExitCode.CHANGED if check and not check.confirmed else ExitCode.OK)
 
 
 @options.with_settings(*ASK)
@@ -189,8 +190,7 @@ def ask(
     json = json or (batch is not None and not output.out_tty)
     _check_files(html=html, resume=resume, batch=batch, dry_run=dry_run)
     schema = None if json_schema is None else read_text(json_schema)
-    sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
-    sampling_of(settings, **sampling)  # raises for wrong values
+    sampling = sampling_of(settings, stop=tuple(stop or ()), logprobs=logprobs, json_schema=schema, regex=regex)
     searches = any((source, everywhere, resolved.origin["top_k"] == "flag"))
     questions, document = _read(question, chunks, batch, output, searches=searches)
     answer_file = None if dry_run or resume is None else AnswerFile(resume)

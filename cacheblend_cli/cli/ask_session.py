@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,9 @@ from cacheblend_cli.types import (
     NEVER_CHECKED,
     AskOptions,
     AskRequest,
+    SamplingParams,
     SearchParams,
     TextDocument,
-    sampling_of,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ _LARGE = 200_000_000  # bytes of a model that takes long to load
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A question of a batch, and its answer, plan or error."""
-
     question_input: QuestionInput
     result: AnswerResult | AskPlan | None = None
     error: Exception | None = None
@@ -51,8 +49,7 @@ class BatchResult:
 
 class AskSession:
     """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here. scope:
-    documents to search. sampling: fields of SamplingParams that are not settings. document: text to answer from, cited
-    as STDIN."""
+    documents to search. sampling: None for that of the settings. document: text to answer from, cited as STDIN."""
 
     def __init__(
         self,
@@ -62,11 +59,11 @@ class AskSession:
         ask_options: AskOptions = AskOptions(),
         *,
         local: bool,
-        sampling: Mapping[str, Any] | None = None,
+        sampling: SamplingParams | None = None,
         document: str | None = None,
     ) -> None:
         self._resolved, self._options, self._output, self._local = resolved, ask_options, output, local
-        self._sampling = sampling or {}
+        self._sampling = sampling
         self._documents = () if document is None else (TextDocument(document),)
         self.store, self.scope = store, EVERYTHING
         self._local_engine: LocalEngine | None = None
@@ -211,7 +208,7 @@ class AskSession:
         return AskRequest.of(
             self._resolved,
             question_input.question,
-            sampling_of(self._resolved.settings, **self._sampling),
+            self._sampling,
             keys=tuple(self.store.resolve(name) for name in question_input.chunks or ()),
             search=SearchParams.of(self._resolved.settings, self.scope) if question_input.chunks is None else None,
             history=tuple(history),

@@ -41,7 +41,6 @@ def bench(
     """
     output = Output()
     from cacheblend_cli.evaluation.settings import grid
-    from cacheblend_cli.types.blend import parse_selector
 
     def grid_with(blend: BlendParams) -> list[Setting]:
         return grid(
@@ -53,8 +52,6 @@ def bench(
         )
 
     blend = replace(BlendParams.of(settings), checks=())  # --ratio decides
-    for name in selector or ():
-        parse_selector(name)
     asked = grid_with(blend)  # raise errors before torch is imported
     engine = options.load_engine(settings, output)
     from cacheblend_cli.evaluation.bench import bench as measure

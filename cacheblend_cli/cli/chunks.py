@@ -168,8 +168,6 @@ def _confirm(
 
 
 class _ChunkRow(NamedTuple):
-    """A row of the table."""
-
     source: str
     position: int
     id: str
@@ -220,7 +218,5 @@ def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-for _command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
+for _command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact, tier.push, tier.pull):
     app.command(_command.__name__)(_command)
-app.command("push")(tier.push)
-app.command("pull")(tier.pull)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.errors import UsageError, check_known
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.plot import check_plot
 from cacheblend_cli.evaluation.plot import plot as draw
 from cacheblend_cli.settings import Settings, grouped, resolve
@@ -88,13 +87,23 @@ def evaluate(
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.scores import check_rouge
+    from cacheblend_cli.evaluation.settings import grid
 
     check_rouge()
     if plot is not None:
         check_plot(plot)
     blend = BlendParams.of(settings)
     ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
-    grid_with = partial(_grid, settings, mode, selector, ratios, context)
+
+    def grid_with(own: BlendParams) -> list[Setting]:
+        return grid(
+            replace(own, mode="blend", ratio=settings.ratio_floor, checks=()),
+            modes=mode or ("blend", "full", "reuse"),
+            selectors=selector or (settings.selector,),
+            ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
+            contexts=context or (settings.context,),
+        )
+
     asked = grid_with(blend)  # raise errors before torch is imported
     collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
     samples = _read(data, limit)
@@ -122,32 +131,6 @@ def evaluate(
     if plot is not None:
         draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
         output.note(f"drew {plot}")
-
-
-def _grid(
-    settings: Settings,
-    modes: list[str] | None,
-    selectors: list[str] | None,
-    ratios: Sequence[float | str],
-    contexts: list[str] | None,
-    own: BlendParams,
-) -> list[Setting]:
-    """Return the settings to compare. own: blending at the ratio of --ratio model. Raises UsageError."""
-    from cacheblend_cli.corpus.search import CONTEXTS
-    from cacheblend_cli.evaluation.settings import grid
-    from cacheblend_cli.types.blend import parse_selector
-
-    for name in selectors or ():
-        parse_selector(name)
-    for name in contexts or ():
-        check_known("context", name, CONTEXTS)
-    return grid(
-        replace(own, mode="blend", ratio=settings.ratio_floor, checks=()),
-        modes=modes or ("blend", "full", "reuse"),
-        selectors=selectors or (settings.selector,),
-        ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
-        contexts=contexts or (settings.context,),
-    )
 
 
 def _show_results(results: Results, output: Output, *, json: bool, layers: bool) -> list[Summary]:

@@ -46,16 +46,15 @@ def selected(
         from cacheblend_cli.corpus.ocr import check_ocr
 
         check_ocr(ocr_languages)
-    patterns = {"include": include, "exclude": exclude}
-    found: dict[str, Any] = {name: tuple(filter(None, texts)) for name, texts in patterns.items() if texts}
-    size = None if max_file_size is None else parse_size(max_file_size, "--max-file-size")
-    others = {
+    found = {
+        "include": tuple(filter(None, include)) if include else None,
+        "exclude": tuple(filter(None, exclude)) if exclude else None,
         "no_ignore": no_ignore,
         "follow": follow,
-        "max_file_size": size,
+        "max_file_size": None if max_file_size is None else parse_size(max_file_size, "--max-file-size"),
         "ocr": None if ocr is None else ocr_languages * ocr,
     }
-    return found | {name: value for name, value in others.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def read_list(name: str | None, paths: Sequence[str] | None) -> list[str]:

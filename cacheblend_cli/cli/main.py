@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
 
-from cacheblend_cli.cli import interrupts
-from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.errors import ExitCode, UsageError
 
+_END_BAR = "\r\x1b[2K\x1b[?25h"  # erases the line and shows the cursor
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
 """Spins of an OpenMP thread at a barrier before it sleeps, if other programs are busy. With libgomp's default of about
@@ -35,24 +39,50 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Console script entry point."""
-    interrupts.handle_interrupts()
+    handle_interrupts()
     try:
         open_closed_streams()
         ensure_home()
         limit_spinning()
         code = run()
     except KeyboardInterrupt:
-        interrupts.end()
+        _end()
     sys.exit(code)
+
+
+def handle_interrupts() -> None:
+    """Set the handler of this process, unless it ignores SIGINT, as in the background of a shell."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, or end the process while a module is imported.
+
+    An extension module that is being imported may ignore an exception, replace it or abort, as torch and numpy do.
+    Ending the process during an import loses no data.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _end()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _end() -> NoReturn:
+    """Print one line and end the process at once, with no clean-up by modules that are half imported. Writes past
+    sys.stderr, which the interrupted code may be writing to."""
+    shown = getattr(sys.modules.get("cacheblend_cli.cli.output"), "Output", None)
+    on_bar = getattr(shown, "_bar_shown", False)
+    with suppress(OSError):
+        os.write(2, f"{_END_BAR if on_bar else ''}interrupted\n".encode())
+    os._exit(ExitCode.INTERRUPTED)
 
 
 class _ClosedStdout(io.StringIO):
     """Standard output closed by the parent process: writing to it is an error."""
 
     def write(self, text: str) -> int:
-        from cacheblend_cli.errors import UsageError
-
         raise UsageError("standard output is closed", "send it to a terminal, a pipe, a file or /dev/null")
 
 

@@ -249,7 +249,7 @@ def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentR
 
     def wanted(found: DocumentRecord | str) -> bool:
         if isinstance(found, str):
-            return found.startswith(ids) if ids else False
+            return found.startswith(ids)
         if scope is not None:
             return holds(scope, found.source)
         return any(chunk.key.hex().startswith(ids) for chunk in found.chunks)

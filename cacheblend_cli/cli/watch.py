@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _IGNORE_FILES = (".gitignore", ".ignore")
 _RETRY_MS = 2000
-Changes = Set[Any]
 
 
 def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list[str]:
@@ -68,7 +67,7 @@ def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], outp
     follow(changes, _updater(engine, settings, paths, output), output)
 
 
-def follow(changes: Iterable[Changes], update: Callable[[], PrecomputeReport], output: Output) -> None:
+def follow(changes: Iterable[Set[Any]], update: Callable[[], PrecomputeReport], output: Output) -> None:
     """Update once at the start, then after each change; retry a failed update at the next timeout. changes: sets of
     changes; an empty set is a timeout without one."""
     from cacheblend_store import StoreError

@@ -33,17 +33,11 @@ def handbook_dir() -> Path:
     return _HERE / "handbook"
 
 
-def heldout_path() -> Path:
-    """JSON lines of held-out samples: question, answers, across, ctxs [{title, text}] in prompt order."""
-    return _HERE / "heldout.jsonl"
-
-
 def office_dir() -> Path:
     """Directory of eight short Markdown files, which `cacheblend demo --write` copies."""
     return _HERE / "office"
 
 
 def questions() -> list[HandbookQuestion]:
-    """Questions about the handbook."""
     lines = (_HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     return [HandbookQuestion(**json.loads(line)) for line in lines]

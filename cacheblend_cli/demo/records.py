@@ -31,8 +31,6 @@ _PLACES = (
 ).split()
 _YEARS = [str(year) for year in range(1994, 2024)]
 _PRICES = [str(price) for price in range(12, 99)]
-
-
 _WEIGHTS = [str(weight) for weight in range(2, 30)]
 _COLOURS = "red blue green grey white black orange yellow".split()
 _FACTS = {
@@ -76,21 +74,15 @@ class RecordPrompt:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product. values: by field."""
-
     name: str
-    item: str
-    values: dict[str, str]
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.name} {self.item}"
+    full_name: str  # with the kind of product
+    values: dict[str, str]  # by field
 
 
-def record_prompts(seed: int = SEED, count: int = NUM_PROMPTS) -> list[RecordPrompt]:
+def record_prompts(seed: int = SEED) -> list[RecordPrompt]:
     """Draw prompts, with questions about one of their pages each."""
     rng = random.Random(seed)
-    return [_prompt(rng) for _ in range(count)]
+    return [_prompt(rng) for _ in range(NUM_PROMPTS)]
 
 
 def _prompt(rng: random.Random) -> RecordPrompt:
@@ -105,7 +97,7 @@ def _products(rng: random.Random) -> Iterator[_Product]:
     item = rng.choice(_ITEMS)
     pools = (_NAMES, _FIRST_NAMES, _LAST_NAMES, _PRICES, _PLACES, _YEARS, _WEIGHTS, _COLOURS)
     for name, first, last, *rest in zip(*(rng.sample(p, NUM_RECORDS) for p in pools), strict=True):
-        yield _Product(name, item, dict(zip(_FACTS, (f"{first} {last}", *rest), strict=True)))
+        yield _Product(name, f"{name} {item}", dict(zip(_FACTS, (f"{first} {last}", *rest), strict=True)))
 
 
 def _page(rng: random.Random, product: _Product) -> str:

@@ -37,8 +37,6 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Options of a run."""
-
     max_tokens: int = 32  # maximum of full prefill's answer, over which settings are compared
     records: RecordFile | None = None  # measurements to resume from
     keep_chunks: bool = True  # False: remove chunks after their last sample, so that a temporary store stays small
@@ -68,7 +66,7 @@ def evaluate(
     store: ChunkStore,
     samples: Sequence[Sample],
     settings: Sequence[Setting],
-    options: EvaluateOptions | None = None,
+    options: EvaluateOptions = EvaluateOptions(),
     on_progress: Progress = lambda done, total, text: None,
 ) -> Results:
     """Collect the samples' chunks and measure every setting on every sample. Full prefill runs once per sample; without
@@ -79,7 +77,6 @@ def evaluate(
     labels = [s.label for s in settings]
     if twice := {label for label in labels if labels.count(label) > 1}:
         raise UsageError(f"two settings have the label {min(twice)!r}", "use distinct settings")
-    options = options or EvaluateOptions()
     run = _Run(engine, store, samples, settings, options)
     last = {} if options.keep_chunks else run.last_uses(samples)
     for number, sample in enumerate(samples):

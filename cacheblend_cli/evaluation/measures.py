@@ -21,8 +21,6 @@ _PIECES = 3  # slices of the noise floor's prefill
 
 @dataclass(frozen=True)
 class AnswerLengths:
-    """Answer lengths to measure."""
-
     tokens: int  # maximum of full prefill's answer, over which settings are teacher-forced
     own_tokens: int  # maximum of a setting's own greedy answer, up to `tokens`
     reference_ids: tuple[int, ...] = ()  # reference answer whose likelihood is measured
@@ -96,13 +94,7 @@ def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s:
 
 
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
-def run_setting(
-    engine: Engine,
-    request: Request,
-    reference: Reference,
-    before_s: float,
-    run: Prefill = Engine.hold_prefill,
-) -> Measured:
+def run_setting(engine: Engine, request: Request, reference: Reference, before_s: float, run: Prefill) -> Measured:
     """Prefill under the request's setting, compare it with the reference, and answer greedily. Greedy decoding equals
     the reference's answer as long as the most likely tokens agree, so it starts where they first differ: teacher
     forcing has computed the tokens before."""
@@ -161,16 +153,13 @@ def _likelihood(done: Prefilled, answer_ids: Sequence[int]) -> float | None:
 
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
     """Return ||ours - reference|| / ||reference|| of each pair of equal shapes (0 where the reference is all zero)."""
-    if not ours:
-        return []
     found = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(ours, reference, strict=True)]
     return [float(x) for x in torch.stack(found).tolist()]
 
 
 def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
     """Return K (rotated) and V of the chunks' tokens, fp32, one per layer."""
-    spans = [torch.arange(s.start, s.end) for s in done.plan.chunks]
-    positions = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+    positions = torch.cat([torch.arange(s.start, s.end) for s in done.plan.chunks])
     slots = done.sequence.slots(positions.to(done.pool.device))
 
     def rows(cache: Tensor, scale: Tensor | None) -> Tensor:

@@ -35,11 +35,10 @@ def check_plot(path: Path) -> None:
         raise UsageError("--plot needs matplotlib, which is not installed", install_hint("plot")) from error
 
 
-def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
+def plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     """Write the plot. Quality is F1 against the references, or without references against full prefill's answers; bands
     are 95 % intervals; full prefill and plain reuse are horizontal lines. Raises UsageError if the file cannot be
     written."""
-    check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -50,16 +49,15 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
     every = _series(summaries)
     for (name, series), colour, marker in zip(every.items(), COLOURS, MARKERS, strict=False):
         ratios = [s.ratio for s in series]
-        values: list[Interval | None] = [getattr(s, score) for s in series]
-        middles = [v.value if v else 0.0 for v in values]
-        quality.plot(ratios, middles, marker=marker, color=colour, markersize=5)
-        low, high = ([v.low if v else 0.0 for v in values], [v.high if v else 0.0 for v in values])
+        values: list[Interval] = [getattr(s, score) for s in series]
+        quality.plot(ratios, [v.value for v in values], marker=marker, color=colour, markersize=5)
+        low, high = [v.low for v in values], [v.high for v in values]
         quality.fill_between(ratios, low, high, color=colour, alpha=0.12, linewidth=0)
         times = [1000 * s.ttft_s for s in series]
         below = [max(0.0, t - 1000 * s.ttft_quartiles_s[0]) for t, s in zip(times, series, strict=True)]
         above = [max(0.0, 1000 * s.ttft_quartiles_s[1] - t) for t, s in zip(times, series, strict=True)]
         time.errorbar(ratios, times, yerr=[below, above], marker=marker, color=colour, markersize=5, capsize=2, lw=1.5)
-        labels.append((name, colour, middles[-1], times[-1]))
+        labels.append((name, colour, values[-1].value, times[-1]))
     quality.set_ylabel("F1" if score == "f1" else "F1 against full prefill's answers")
     time.set_ylabel("time to the first token, ms (median and quartiles)")
     quality.set_ylim(0, 1.03)
@@ -70,9 +68,8 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
         axes.grid(alpha=0.25)
         label_lines(axes, [(label[0], label[1], float(label[which])) for label in labels])
     if (more := len(every) - len(COLOURS)) > 0:
-        title = f"{title}{'; ' if title else ''}{more} more series are in the table only"
-    if title:
-        figure.suptitle(title, fontsize=10)
+        title += f"; {more} more series are in the table only"
+    figure.suptitle(title, fontsize=10)
     metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
     try:
         figure.savefig(path, dpi=150, metadata=metadata)

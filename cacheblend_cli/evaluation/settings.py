@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cacheblend_cli.corpus.search import CONTEXTS
+from cacheblend_cli.errors import check_known
 from cacheblend_cli.types import BlendParams
+from cacheblend_cli.types.blend import parse_selector
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine, Prefilled, Request
@@ -22,8 +25,6 @@ class Prefill(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to prefill."""
-
     label: str  # name in tables, unique in a run
     blend: BlendParams
     context: str = "sink"  # how chunks are collected, see corpus/contexts.py
@@ -69,6 +70,10 @@ def grid(
     blend: all other options. ratios: numbers, or "auto" for --ratio auto with blend's ratio as the minimum.
     Selectors with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.
     """
+    for selector in selectors:
+        parse_selector(selector)
+    for context in contexts:
+        check_known("context", context, CONTEXTS)
     for mode in modes:
         replace(blend, mode=mode)  # raises for an unknown mode
     settings = [FULL]

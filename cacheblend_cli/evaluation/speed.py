@@ -36,8 +36,6 @@ class PromptLayout:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Timing of one run."""
-
     seconds: float  # from the known question to the first token: plan, KV load, rotation, prefill, argmax
     load_s: float = 0.0  # from the loader's start to its last layer
     stall_s: float = 0.0  # time that computing waited for KV

@@ -215,7 +215,7 @@ def test_an_interrupted_pull_keeps_what_it_took(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("cacheblend_store.upkeep.moving._BATCH_BYTES", 1)  # a transaction a chunk
-    monkeypatch.setattr("cacheblend_cli.cli.tier._on_chunk", lambda *args, **kwargs: stop)
+    monkeypatch.setattr("cacheblend_cli.cli.tier._on_chunk", stop)
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
     result = cli("chunks", "pull", url)
     assert result.code == 130

@@ -72,7 +72,7 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     """A shell without job control starts background commands so."""
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from cacheblend_cli.cli.interrupts import handle_interrupts\n"
+        "from cacheblend_cli.cli.main import handle_interrupts\n"
         "handle_interrupts(); print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_cli import Engine
-from cacheblend_cli.demo import heldout_path
+from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.types import Answer
@@ -29,7 +29,9 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, list[str]]:
-    samples: dict[str, Sample] = {sample.question: sample for sample in read_samples(heldout_path())}
+    samples: dict[str, Sample] = {
+        sample.question: sample for sample in read_samples(model_dir().with_name("heldout.jsonl"))
+    }
     return {name: [c.text for c in samples[name].contexts] for name in (SPELLED, MISSPELLED, CHANGED)}
 
 
