@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
-from cacheblend_cli.types import NO_RATIO, CompletedAnswer, Notes, Piece, unsupported_line
+from cacheblend_cli.types import NO_RATIO, AnswerEvent, CompletedAnswer, Notes, Piece, unsupported_line
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -80,9 +80,7 @@ class AnswerResult:
         return [note for note in self.answer.notes if note not in self.shown]
 
 
-def result_of(
-    events: Iterable[Notes | Piece | CompletedAnswer], options: AskOptions, streams: AnswerStream | None = None
-) -> AnswerResult:
+def result_of(events: Iterable[AnswerEvent], options: AskOptions, streams: AnswerStream | None = None) -> AnswerResult:
     """Wait for an answer, and stream it meanwhile. options: as requested. Raises EngineLost."""
     shown: list[str] = []
     for event in events:

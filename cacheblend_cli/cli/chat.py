@@ -45,8 +45,6 @@ _BAR = 20  # columns
 
 @dataclass
 class ChatState:
-    """The conversation so far."""
-
     named: tuple[str, ...] | None = None  # chunk ids, None to search for each question
     turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
     last: Answer | None = None  # the last answer

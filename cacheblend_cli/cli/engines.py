@@ -18,7 +18,7 @@ from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.sockets import sockets_of
-from cacheblend_cli.types import AskPlan, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
+from cacheblend_cli.types import AnswerEvent, AskPlan, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -34,7 +34,7 @@ class WarmEngine:
     def __init__(self, client: Client, store: ChunkStore) -> None:
         self._client, self._store = client, store
 
-    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
+    def events(self, ask: AskRequest) -> Iterator[AnswerEvent]:
         """Send the request, and return its events. Raises the engine's errors and EngineLost."""
         return self._local(self._client.events(self._with_project(ask)))
 
@@ -47,7 +47,7 @@ class WarmEngine:
         """Return the request with this process's project, which may differ from the engine's."""
         return replace(ask, cite_first=project_scope(self._store))
 
-    def _local(self, events: Iterator[Notes | Piece | CompletedAnswer]) -> Iterator[Notes | Piece | CompletedAnswer]:
+    def _local(self, events: Iterator[AnswerEvent]) -> Iterator[AnswerEvent]:
         """Yield the events with document names relative to here and times from the start of this process."""
         first_at: float | None = None
         for event in events:
@@ -93,13 +93,13 @@ class LocalEngine:
     def model_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.engine.model.files if file.exists())
 
-    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
+    def events(self, ask: AskRequest) -> Iterator[AnswerEvent]:
         """Resolve the request, and return its events. After `serve` it is queued, otherwise computed as the events are
         read."""
         request = self.engine.resolve(self._store, ask, self._note)
         return self._told(request, self.engine.events(request))
 
-    def _told(self, request: Request, events: Iterator[Event]) -> Iterator[Notes | Piece | CompletedAnswer]:
+    def _told(self, request: Request, events: Iterator[Event]) -> Iterator[AnswerEvent]:
         from cacheblend_cli.engine.events import Done, Reasoning, Text
 
         yield Notes(list(request.notes))

@@ -50,15 +50,11 @@ class Output:
     def json(self, record: Any) -> None:
         """Write a JSON object on one line. Control characters are escaped on a terminal."""
         self._erase_bar(self.out_tty)
-        line = json.dumps(record, ensure_ascii=not self._unicode)
+        line = json.dumps(record, ensure_ascii=not _is_unicode(self.out))
         if self.out_tty:  # JSON itself escapes only those below U+0020
             line = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in line)
         self.out.write(line + "\n")
         self.out.flush()
-
-    @property
-    def _unicode(self) -> bool:
-        return (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
 
     def note(self, text: str) -> None:
         """Write a message to stderr unless --quiet."""
@@ -72,10 +68,7 @@ class Output:
     def status(self, text: str) -> None:
         """Show a status on a terminal until the next message, not within a line of an answer: it would be erased."""
         if self.animated and not self.quiet and not self._in_line:
-            self._erase_bar(True)
-            shown = cut(visible_line(text), shutil.get_terminal_size().columns - 1, "")
-            self.err.write(f"\x1b[2m{shown}\x1b[0m" if self.color else shown)
-            self.err.flush()
+            self.aside(cut(visible_line(text), shutil.get_terminal_size().columns - 1, ""))
             Output._bar_shown = True
 
     def end_status(self) -> None:
@@ -121,7 +114,7 @@ class Output:
         if self.out_tty:
             room = shutil.get_terminal_size().columns - 2 * (len(columns) - 1)
             _narrow(widths, [i for i in range(len(columns)) if i in ends or (i and i not in right)], room)
-        mark = "\u2026" if self._unicode else "~"
+        mark = "\u2026" if _is_unicode(self.out) else "~"
         self._erase_bar(self.out_tty)
         for row in cells:
             parts = []
@@ -147,7 +140,7 @@ class Output:
         columns = [plain("{task.description}"), BarColumn(), TaskProgressColumn(), plain("{task.fields[note]}")]
         columns += [TimeRemainingColumn()] if with_eta else []
         room = max(_LEAST_NOTE, shutil.get_terminal_size().columns - _BAR_CELLS - len(description))
-        mark = "\u2026" if (getattr(self.err, "encoding", None) or "utf-8").lower().startswith("utf") else "~"
+        mark = "\u2026" if _is_unicode(self.err) else "~"
         self._erase_bar(True)
         # no redrawing thread, so that messages can be written between updates
         with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
@@ -247,6 +240,10 @@ def _narrow(widths: list[int], which: Sequence[int], room: int) -> None:
     """Shrink the widest of these columns until all fit or none is wider than `_LEAST_WIDTH`."""
     while which and sum(widths) > room and widths[widest := max(which, key=lambda i: widths[i])] > _LEAST_WIDTH:
         widths[widest] -= 1
+
+
+def _is_unicode(stream: TextIO) -> bool:
+    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def _is_control(c: str) -> bool:

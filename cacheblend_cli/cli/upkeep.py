@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cacheblend_store.upkeep.stats import StoreStats
     from cacheblend_store.upkeep.verify import VerifyReport
 
-    from cacheblend_cli.collect.recheck import Mismatch, RecheckReport
+    from cacheblend_cli.collect.recheck import RecheckReport
 
 _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 
@@ -131,11 +131,10 @@ def verify(
         with output.progress("verify") as bar:
             report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
         checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
-    done, mismatches = report.repaired, list["Mismatch"]()
+    done, findings = report.repaired, [(f.kind, f.message, f.key) for f in report.findings]
     if checked is not None:
-        done, mismatches = done + checked.replaced, checked.mismatches
-    findings = [(f.kind, f.message, f.key) for f in report.findings]
-    findings += [("recheck", m.message, m.key) for m in mismatches]
+        done += checked.replaced
+        findings += [("recheck", m.message, m.key) for m in checked.mismatches]
     left = len(findings) - done
     if json:
         found = [{"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in findings]
@@ -176,14 +175,14 @@ def _show_findings(findings: Sequence[tuple[str, str, bytes]], report: VerifyRep
 def _note_rest(checked: RecheckReport | None, rebuilt: SalvageReport | None, output: Output) -> None:
     if checked is not None:
         output.note(f"{counted(checked.checked, 'chunk')} recomputed, {len(checked.mismatches)} differ")
-    if checked is not None and checked.foreign:
-        output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
+        if checked.foreign:
+            output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
     if rebuilt is not None:
         output.note(
             f"the store was rebuilt from readable records: {rebuilt.chunks} chunks; cacheblend precompute restores the others"
         )
-    if rebuilt is not None and rebuilt.sources:
-        output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
+        if rebuilt.sources:
+            output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
 
 
 def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
