@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from cacheblend_store.private_files import make_folder, open_file
+from platformdirs import user_state_path
 from typer import Option
 
 from cacheblend_cli.cli import options
@@ -172,9 +174,6 @@ def _reader() -> Callable[[], str]:
         from prompt_toolkit.history import FileHistory, InMemoryHistory
     except ImportError:
         return lambda: input("> ")
-    from cacheblend_store.private_files import make_folder, open_file
-    from platformdirs import user_state_path
-
     file = user_state_path("cacheblend") / "chat_history"
     try:
         make_folder(file.parent)

@@ -12,6 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from cacheblend_store.private_files import make_folder, open_file
+from platformdirs import user_log_path
+
 from cacheblend_cli.cli.output import Output, visible
 from cacheblend_cli.errors import CacheBlendError, ExitCode, did_you_mean
 
@@ -108,9 +111,6 @@ def _first_line(error: BaseException) -> str:
 
 def _log(error: BaseException) -> Path | None:
     """Write the traceback to the user's log directory and return the file. If that fails, print it and return None."""
-    from cacheblend_store.private_files import make_folder, open_file
-    from platformdirs import user_log_path
-
     folder = user_log_path("cacheblend")
     path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
     text = "".join(traceback.format_exception(error))

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cacheblend_store
+
 from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
@@ -157,8 +159,6 @@ def check_files(
 
 def _are_known(paths: Sequence[str], settings: Settings) -> bool:
     """Return whether the store remembers one of the paths or a path above or below it, or has a document there."""
-    from cacheblend_store import StoreError, StoreNotFound
-
     from cacheblend_cli.collect.document_records import stored_documents
     from cacheblend_cli.corpus.places import is_within, place_of
     from cacheblend_cli.corpus.scopes import ROOTS
@@ -170,9 +170,9 @@ def _are_known(paths: Sequence[str], settings: Settings) -> bool:
             if any(is_within(name, root) or is_within(root, name) for root in roots for name in names):
                 return True
             return any(is_within(d.source, name) for d in stored_documents(store).values() for name in names)
-    except StoreNotFound:
+    except cacheblend_store.StoreNotFound:
         return False
-    except (StoreError, KeyError, TypeError):  # reported when the store is opened for writing
+    except (cacheblend_store.StoreError, KeyError, TypeError):  # reported when the store is opened for writing
         return True
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import cacheblend_store
 import typer
 from typer import Argument, Option
 
@@ -198,8 +199,6 @@ def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[st
 
 def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], output: Output) -> Profile:
     """Measure the ratio on the store's chunks. Raises NotFoundError without a store or with too few prompts."""
-    from cacheblend_store import StoreNotFound
-
     from cacheblend_cli.evaluation.profile import measure_profile
 
     settings = resolved.settings
@@ -211,7 +210,7 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
     ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=()))
     try:
         store = open_store(settings, write=False)
-    except StoreNotFound as error:
+    except cacheblend_store.StoreNotFound as error:
         raise NotFoundError(error.message, "store documents first: cacheblend precompute FOLDER") from error
     with store, on_interrupt("the ratio was not stored"), output.progress("ratio") as bar:
         return measure_profile(

@@ -20,7 +20,7 @@ from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
-from cacheblend_cli.model.named import FALLBACK_NOTE
+from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
 from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, config_files, grouped, of_settings, resolve
 from cacheblend_cli.types import EVERYTHING, BlendParams, Scope
 
@@ -216,7 +216,6 @@ def engine_config(settings: Settings) -> EngineConfig:
     torch, such as a model that does not exist."""
     from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.model.locate import locate
-    from cacheblend_cli.model.named import default_model
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cacheblend_store
 from typer import Argument, Option
 
 from cacheblend_cli import extensions
@@ -243,11 +244,9 @@ def _cluster(
 
 
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
-    from cacheblend_store import StoreNotFound
-
     try:
         return open_store(settings, write=False)
-    except StoreNotFound:
+    except cacheblend_store.StoreNotFound:
         return nullcontext()
 
 

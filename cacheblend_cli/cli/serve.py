@@ -12,6 +12,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
+import cacheblend_store
 from typer import Option
 
 from cacheblend_cli import extensions
@@ -258,11 +259,9 @@ def _show(record: dict[str, Any], line: str, output: Output, *, json: bool) -> N
 
 def _opened(settings: Settings, output: Output) -> ChunkStore:
     """Open the store for writing and create it, or for reading if it exists and this user cannot write to it."""
-    from cacheblend_store import StorePermission
-
     try:
         return open_store(settings, write=True)
-    except StorePermission as error:
+    except cacheblend_store.StorePermission as error:
         path = settings.store_path
         if not path.exists() or os.access(path, os.W_OK):  # cannot be created, or is not safe
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import cacheblend_store
+
 from cacheblend_cli import trust
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.settings import Settings
@@ -18,12 +20,10 @@ def open_store(
     """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
     max_bytes: a new quota, or None to keep the store's. A new store in a project's `.cacheblend` is marked as this
     user's, so that later commands there use it."""
-    from cacheblend_store import ChunkStore
-
     path = settings.store_path
     is_projects = path.name == trust.STORE and path.parent.name == trust.PROJECT_FOLDER
     is_new = is_projects and not trust.has_store(path.parent)
-    store = ChunkStore.open(
+    store = cacheblend_store.ChunkStore.open(
         path,
         mode="write" if write else "read",
         create=create,
@@ -45,11 +45,9 @@ def open_store(
 def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
     """Open a store for writing (to record use and save computed chunks), or for reading without permission. create:
     make it if it is missing."""
-    from cacheblend_store import StorePermission
-
     if write:
         try:
             return open_store(settings, write=True, create=create)
-        except StorePermission:
+        except cacheblend_store.StorePermission:
             pass
     return open_store(settings, write=False)

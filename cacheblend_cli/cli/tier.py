@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import cacheblend_store
 import typer
 from typer import Argument, Option
 
@@ -27,7 +28,7 @@ from cacheblend_cli.types import EVERYTHING
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore, DocumentRecord
-    from cacheblend_store.tier import Tier
+    from cacheblend_store.tier import Tier, TierObject
     from cacheblend_store.upkeep.moving import MovedChunk, MoveReport
 
 _FLUSH_STEP_S, _LIST_S, _SAMPLE = 0.2, 5.0, 8
@@ -115,15 +116,13 @@ def pull(
 
 def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier:
     """Return the tier at the URL, by default that of the settings. Raises TierErrors and UsageError."""
-    from cacheblend_store import TierUsage
-
     from cacheblend_cli.kv.tier_location import open_tier as open_at
 
     if "/" in url and "://" not in url:
         url = Path(url).expanduser().absolute().as_uri()
     try:
         return open_at(url or settings.tier, settings.tier_key_file or None, create=create)
-    except TierUsage as error:
+    except cacheblend_store.TierUsage as error:
         if "not installed" in error.message:
             raise UsageError(error.message, install_hint("tier")) from error
         raise
@@ -134,14 +133,13 @@ def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool
     configuration. An unreachable tier is not an error: its chunks are computed."""
     if not settings.tier:
         return
-    from cacheblend_store import TierError
     from cacheblend_store.tier import SharedTier
 
     tier = open_tier(settings)
     if strict:
         try:
             tier.check()
-        except TierError as error:
+        except cacheblend_store.TierError as error:
             if error.exit_code != ExitCode.STORE:
                 raise
     shared = SharedTier(tier, settings.tier_deadline, output.warn)
@@ -171,12 +169,9 @@ def finish(store: ChunkStore, output: Output) -> None:
 
 def describe(settings: Settings) -> dict[str, Any]:
     """Return the contents of the tier, as far as listed in a few seconds, and its speed. Raises TierErrors."""
-    from cacheblend_store import BadBlob
-    from cacheblend_store.tier import TierObject
-
     tier, started = open_tier(settings, create=False), time.monotonic()
     tier.check()
-    counts, sample, complete = {"chunks": 0, "documents": 0, "bytes": 0}, list[TierObject](), True
+    counts, sample, complete = {"chunks": 0, "documents": 0, "bytes": 0}, list["TierObject"](), True
     for kind, listed in (("chunks", tier.chunks()), ("documents", tier.documents())):
         for found in listed:
             counts[kind] += 1
@@ -192,7 +187,7 @@ def describe(settings: Settings) -> dict[str, Any]:
     latency_s = (time.perf_counter() - begun) / 3
     begun, num_bytes = time.perf_counter(), 0
     for found in sample:
-        with suppress(BadBlob):
+        with suppress(cacheblend_store.BadBlob):
             tier.get_chunk(found.name, found.size)
             num_bytes += found.size
         if time.perf_counter() - begun > 1.0:

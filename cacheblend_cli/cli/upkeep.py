@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import cacheblend_store
 import typer
 from typer import Option
 
@@ -39,8 +40,6 @@ def stats(
     Chunks and bytes by model, and the size and free space of the file.
     """
     output = Output()
-    import cacheblend_store
-
     with open_store(settings, write=False) as kv_store:
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
@@ -98,13 +97,12 @@ def _show_stats(settings: Settings, found: StoreStats, of_tier: dict[str, Any] |
 
 def _by_source(store: ChunkStore) -> dict[str, Amount]:
     """Return each document's share of the store. A chunk of several documents counts for the cited one."""
-    from cacheblend_store import Amount
-
     from cacheblend_cli.corpus.citations import Citations
 
-    citations, shares = Citations(store), dict[str, Amount]()
+    citations, shares = Citations(store), dict[str, "Amount"]()
     for manifest in store.chunks(prefixes=True):
-        shares.setdefault(citations.of(manifest).source, Amount()).add(manifest.num_tokens, manifest.num_bytes)
+        share = shares.setdefault(citations.of(manifest).source, cacheblend_store.Amount())
+        share.add(manifest.num_tokens, manifest.num_bytes)
     return shares
 
 
@@ -124,8 +122,6 @@ def verify(
     --repair also rebuilds a store that cannot be opened from its readable records.
     """
     output = Output(quiet=quiet)
-    import cacheblend_store
-
     rebuilt = _rebuild(settings, output) if repair else None
     with open_store(settings, write=repair, create=False) as kv_store:
         with output.progress("verify") as bar:
@@ -187,14 +183,12 @@ def _note_rest(checked: RecheckReport | None, rebuilt: SalvageReport | None, out
 
 def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
     """Rebuild a store that cannot be opened. Return None if it can."""
-    from cacheblend_store import StoreCorrupt, salvage
-
     try:
         open_store(settings, write=True, create=False).close()
-    except StoreCorrupt as error:
+    except cacheblend_store.StoreCorrupt as error:
         output.warn(error.message)
         with output.progress("rebuild") as bar:
-            return salvage(
+            return cacheblend_store.salvage(
                 settings.store_path,
                 settings.lock_timeout,
                 lambda done, total: bar(done, total, "chunks"),
@@ -243,8 +237,6 @@ def prune(
             raise UsageError("--tier takes only --older-than", "chunks prune --tier --older-than 30d")
         tier.prune(settings, age, output, dry_run=dry_run, json=json)
         return
-    import cacheblend_store
-
     with open_store(settings, write=not dry_run, create=False) as kv_store:
         free = partial(cacheblend_store.prune, kv_store, older_than=age, to_bytes=size, orphans=orphans, model=model)
         if model is not None and not dry_run:
@@ -285,8 +277,6 @@ def _confirm(store: ChunkStore, keys: Iterable[bytes], output: Output, *, yes: b
 def compact(settings: Settings, json: options.Json = False) -> None:
     """Return the free pages of the store's file to the disk."""
     output = Output()
-    import cacheblend_store
-
     with open_store(settings, write=True, create=False) as kv_store:
         before, after = cacheblend_store.compact(kv_store)
     if json:

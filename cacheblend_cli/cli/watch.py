@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cacheblend_store
+
 from cacheblend_cli.cli.folders import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
@@ -70,8 +72,6 @@ def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], outp
 def follow(changes: Iterable[Set[Any]], update: Callable[[], PrecomputeReport], output: Output) -> None:
     """Update once at the start, then after each change; retry a failed update at the next timeout. changes: sets of
     changes; an empty set is a timeout without one."""
-    from cacheblend_store import StoreError
-
     pending = True  # for changes before watching began
     for changed in changes:
         if not (pending or changed):
@@ -81,7 +81,7 @@ def follow(changes: Iterable[Set[Any]], update: Callable[[], PrecomputeReport], 
             pending = False
             if report.new or report.replaced or report.removed or report.gone:
                 output.note(_summary(report))
-        except (CacheBlendError, StoreError) as error:  # a locked store, a folder that is being moved
+        except (CacheBlendError, cacheblend_store.StoreError) as error:  # a locked store, a folder that is being moved
             if changed or not pending:
                 output.warn(f"{error.message}; retrying")
             pending = True
