@@ -32,12 +32,8 @@ def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifes
     amounts += [f"{format_size(sum(m.num_bytes for m in stored))} of KV"] if stored else []
     amounts += [f"about {format_seconds(seconds)} of computing"] if seconds else []
     what = ", ".join(amounts)
-    agreed = yes_or_no(f"delete {what}?", output)
-    if agreed is None:
-        raise UsageError(
-            f"nothing was deleted: {what} would be deleted, and there is no terminal for a confirmation", "add --yes"
-        )
-    if not agreed:
+    unasked = f"nothing was deleted: {what} would be deleted, and there is no terminal for a confirmation"
+    if not yes_or_no(f"delete {what}?", output, UsageError(unasked, "add --yes")):
         raise UsageError("nothing was deleted")
 
 

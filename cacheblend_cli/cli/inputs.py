@@ -107,10 +107,10 @@ def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput
             yield QuestionInput(row.question, chunks) if row.chunks is None else row
 
 
-def yes_or_no(question: str, output: Output) -> bool | None:
-    """Ask on the terminal. Return None if there is none to ask on."""
+def yes_or_no(question: str, output: Output, unasked: UsageError) -> bool:
+    """Ask on the terminal. Raises `unasked` if there is none to ask on."""
     if not (sys.stdin.isatty() and output.err_tty):
-        return None
+        raise unasked
     output.err.write(f"{question} [y/N] ")
     output.err.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

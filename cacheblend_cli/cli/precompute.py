@@ -288,12 +288,9 @@ class _View:
         if yes:
             self.output.note(cost)
             return True
-        agreed = yes_or_no(f"{cost}. Continue?", self.output)
-        if agreed is None:
-            raise UsageError(
-                f"documents are stored with other settings: {cost}", "--yes to continue, --dry-run for details"
-            )
-        return agreed
+        unasked = f"documents are stored with other settings: {cost}"
+        hint = "--yes to continue, --dry-run for details"
+        return yes_or_no(f"{cost}. Continue?", self.output, UsageError(unasked, hint))
 
     def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
         """Show the result of storing in `place`. Raises UsageError for named files that were skipped, and if no
