@@ -56,20 +56,13 @@ _PARAGRAPH = 2  # facts
 
 
 @dataclass(frozen=True)
-class RecordQuestion:
-    """wrong: names and values of the prompt's other pages; a right answer contains none of them."""
+class DemoQuestion:
+    """documents: names of the prompt's documents, in order. wrong: words that a right answer does not contain."""
 
     question: str
     answer: str
-    wrong: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RecordPrompt:
-    """pages: texts. questions: each with the order of the pages in its prompt."""
-
-    pages: tuple[str, ...]
-    questions: tuple[tuple[RecordQuestion, tuple[int, ...]], ...]
+    documents: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,18 +72,17 @@ class _Product:
     values: dict[str, str]  # by field
 
 
-def record_prompts(seed: int = SEED) -> list[RecordPrompt]:
-    """Draw prompts, with questions about one of their pages each."""
-    rng = random.Random(seed)
-    return [_prompt(rng) for _ in range(NUM_PROMPTS)]
-
-
-def _prompt(rng: random.Random) -> RecordPrompt:
-    products = list(_products(rng))
-    pages = tuple(_page(rng, product) for product in products)
-    orders = [tuple(rng.sample(range(len(pages)), len(pages))) for _ in range(NUM_QUESTIONS)]
-    asked = [_question(rng, products, field) for field in rng.sample(list(_FACTS), NUM_QUESTIONS)]
-    return RecordPrompt(pages, tuple(zip(asked, orders, strict=True)))
+def record_pages(seed: int) -> tuple[dict[str, str], list[DemoQuestion]]:
+    """Draw prompts. Return their pages by name, and questions about one page each."""
+    rng, pages, questions = random.Random(seed), dict[str, str](), list[DemoQuestion]()
+    for number in range(NUM_PROMPTS):
+        products = list(_products(rng))
+        names = [f"{number:02}-{index}.md" for index in range(NUM_RECORDS)]
+        pages.update(zip(names, [_page(rng, product) for product in products], strict=True))
+        orders = [tuple(rng.sample(names, NUM_RECORDS)) for _ in range(NUM_QUESTIONS)]
+        fields = rng.sample(list(_FACTS), NUM_QUESTIONS)
+        questions += [_question(rng, products, field, order) for field, order in zip(fields, orders, strict=True)]
+    return pages, questions
 
 
 def _products(rng: random.Random) -> Iterator[_Product]:
@@ -111,7 +103,8 @@ def _page(rng: random.Random, product: _Product) -> str:
     return "\n\n".join([f"# {product.full_name}", *paragraphs]) + "\n"
 
 
-def _question(rng: random.Random, products: list[_Product], field: str) -> RecordQuestion:
+def _question(rng: random.Random, products: list[_Product], field: str, order: tuple[str, ...]) -> DemoQuestion:
+    """order: names of the pages. wrong words are names and values of the other pages."""
     asked = rng.choice(products)
     wrong = tuple(text for p in products if p is not asked for text in (p.name, p.values[field]))
-    return RecordQuestion(_FACTS[field][1].format(product=asked.full_name), asked.values[field], wrong)
+    return DemoQuestion(_FACTS[field][1].format(product=asked.full_name), asked.values[field], order, wrong)

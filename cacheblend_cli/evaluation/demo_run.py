@@ -14,7 +14,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.collect.events import PrecomputeReport
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, questions
-from cacheblend_cli.demo.records import SEED, record_prompts
+from cacheblend_cli.demo.records import SEED, DemoQuestion, record_pages
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
@@ -26,16 +26,6 @@ SMOLLM2_RATIO = 0.5
 """Ratio that `models check smollm2 --ratio-only` chooses over the pages of SEED; for a machine without a profile."""
 ANSWER_TOKENS = 24
 _HANDBOOK_DOCUMENTS = 3  # a prompt
-
-
-@dataclass(frozen=True)
-class DemoQuestion:
-    """documents: names of the prompt's documents, in order. wrong: words that a right answer does not contain."""
-
-    question: str
-    answer: str
-    documents: tuple[str, ...]
-    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,18 +41,7 @@ class DemoCase:
 
 def demo_case(seed: int = SEED) -> DemoCase:
     """Return records for SmolLM2 if it is installed, else the handbook for the bundled model. seed: of the records."""
-    return _handbook_case() if smollm2_file() is None else _records_case(seed)
-
-
-def _records_case(seed: int) -> DemoCase:
-    documents, asked = dict[str, str](), []
-    for number, prompt in enumerate(record_prompts(seed)):
-        names = [f"{number:02}-{index}.md" for index in range(len(prompt.pages))]
-        documents.update(zip(names, prompt.pages, strict=True))
-        asked += [
-            DemoQuestion(q.question, q.answer, tuple(names[i] for i in order), q.wrong) for q, order in prompt.questions
-        ]
-    return DemoCase(SMOLLM2, documents, asked, ratio=SMOLLM2_RATIO)
+    return _handbook_case() if smollm2_file() is None else DemoCase(SMOLLM2, *record_pages(seed), ratio=SMOLLM2_RATIO)
 
 
 def _handbook_case() -> DemoCase:

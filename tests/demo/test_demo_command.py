@@ -13,7 +13,7 @@ import pytest
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import office_dir
-from cacheblend_cli.demo.records import record_prompts
+from cacheblend_cli.demo.records import record_pages
 from cacheblend_cli.evaluation import demo_run
 from cacheblend_cli.evaluation.demo_run import BLENDED, BLENDED_LESS, FULL, REUSE
 from cacheblend_cli.model import named
@@ -92,17 +92,18 @@ def test_the_ratio_of_the_models_profile_is_used(
 
 
 def test_every_question_is_answered_by_one_page_of_its_prompt() -> None:
-    prompts = record_prompts()
-    assert sum(len(prompt.questions) for prompt in prompts) == 18
-    for prompt in prompts:
-        for question, order in prompt.questions:
-            assert sorted(order) == list(range(len(prompt.pages)))
-            [own] = [page for page in prompt.pages if page.splitlines()[0].removeprefix("# ") in question.question]
-            assert has(own, question.answer)
-            others = " ".join(page for page in prompt.pages if page is not own)
-            assert all(has(others, value) for value in question.wrong)
-            assert len(question.wrong) == 2 * (len(prompt.pages) - 1)
-    assert record_prompts() == prompts != record_prompts(seed=1)
+    every, questions = record_pages(0)
+    assert len(questions) == 18
+    for question in questions:
+        prompt = question.documents[0].partition("-")[0]
+        assert sorted(question.documents) == [name for name in every if name.startswith(f"{prompt}-")]
+        pages = [every[name] for name in question.documents]
+        [own] = [page for page in pages if page.splitlines()[0].removeprefix("# ") in question.question]
+        assert has(own, question.answer)
+        others = " ".join(page for page in pages if page is not own)
+        assert all(has(others, value) for value in question.wrong)
+        assert len(question.wrong) == 2 * (len(pages) - 1)
+    assert record_pages(0) == (every, questions) != record_pages(1)
 
 
 def has(record: str, value: str) -> bool:
