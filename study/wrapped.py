@@ -41,7 +41,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.measures import AnswerLengths, Reference, run_full
+from cacheblend_cli.evaluation.measures import AnswerLengths, Measured, run_full
 from cacheblend_cli.evaluation.samples import Context, Sample
 from cacheblend_cli.types import AskRequest, BlendParams
 
@@ -152,7 +152,7 @@ def settings(selector: str, correction: str) -> dict[str, BlendParams]:
 
 
 @torch.no_grad()
-def distance(engine: Engine, request: Request, reference: Reference) -> float:
+def distance(engine: Engine, request: Request, reference: Measured) -> float:
     """Return the mean KL over the reference's answer. The request's prompt may be longer than the reference's."""
     done = engine.hold_prefill(request, headroom=TOKENS)
     first = done.result.logits[-1:].clone()

@@ -10,14 +10,14 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import (
     AnswerLengths,
     Measured,
-    Reference,
     prefill_in_pieces,
+    relative_rmse,
     run_full,
     run_setting,
 )
@@ -147,25 +147,16 @@ class _Run:
         contexts = _contexts(missing)
         lengths = AnswerLengths(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
         self._chunks.store([sample], contexts)
-        reference: Reference | None = None
+        full: Measured | None = None
         for context in contexts:
             start = time.perf_counter()
             keys_of = self._chunks.keys(sample, context)
             request = self._engine.resolve(self._store, AskRequest(sample.question, keys_of))
             before_s = time.perf_counter() - start
-            for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
-                if reference is None:
-                    reference = run_full(self._engine, request, lengths, before_s)
-                key = keys[setting.label]
-                if setting.is_full:
-                    record = self._record(sample, setting, key, reference)
-                else:
-                    options = replace(request.options, auto=setting.auto)
-                    asked, run = replace(request, blend=setting.blend, options=options), setting.prefill
-                    found = run_setting(self._engine, asked, reference, before_s, run or Engine.hold_prefill)
-                    self.results.auto += [] if found.prefilled.auto is None else [found.prefilled.auto]
-                    record = self._record(sample, setting, key, found, **_compared(found, reference))
-                self._records.add(record)
+            for setting in [s for s in missing if (s.context == context if s.reuses else full is None)]:
+                if full is None:
+                    full = run_full(self._engine, request, lengths, before_s)
+                self._records.add(self._record(sample, setting, keys[setting.label], request, full, before_s))
                 self.results.measured += 1
             self.results.notes += request.notes
 
@@ -175,8 +166,15 @@ class _Run:
         return fixed + self._chunks.num_tokens(sample)
 
     def _record(
-        self, sample: Sample, setting: Setting, key: str, found: Reference | Measured, **compared: Any
+        self, sample: Sample, setting: Setting, key: str, request: Request, full: Measured, before_s: float
     ) -> Record:
+        """Measure a setting. full: full prefill of the prompt."""
+        found = full
+        if not setting.is_full:
+            options = replace(request.options, auto=setting.auto)
+            asked, run = replace(request, blend=setting.blend, options=options), setting.prefill
+            found = run_setting(self._engine, asked, full.lengths, before_s, run or Engine.hold_prefill, full)
+            self.results.auto += [] if found.prefilled.auto is None else [found.prefilled.auto]
         plan = found.prefilled.plan
         return Record(
             key=key,
@@ -192,7 +190,7 @@ class _Run:
             ttft_s=found.ttft_s,
             prefill_s=found.prefilled.prefill_s,
             likelihood=found.likelihood,
-            **compared,
+            **_compared(found, full),
             **_scores(sample, found.text),
         )
 
@@ -202,16 +200,19 @@ def _contexts(settings: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
 
 
-def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
+def _compared(found: Measured, full: Measured) -> dict[str, Any]:
+    """Return the distances from full prefill; none for full prefill itself."""
+    if found.divergence is None:
+        return {}
     return {
         "kl": found.divergence.kl,
         "top1": found.divergence.top1,
-        "k_error": tuple(found.k_error),
-        "v_error": tuple(found.v_error),
-        "attention_error": tuple(found.attention_error),
-        "same_answer": found.text == reference.text,
-        "f1_full": f1(found.text, [reference.text]),
-        "rouge_full": rouge_l(found.text, [reference.text]),
+        "k_error": tuple(relative_rmse(found.k, full.k)),
+        "v_error": tuple(relative_rmse(found.v, full.v)),
+        "attention_error": tuple(relative_rmse(found.attended, full.attended)),
+        "same_answer": found.text == full.text,
+        "f1_full": f1(found.text, [full.text]),
+        "rouge_full": rouge_l(found.text, [full.text]),
     }
 
 

@@ -32,8 +32,8 @@ class AnswerLengths:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """Full prefill of a prompt: its greedy answer and the data that settings are compared with.
+class Measured:
+    """A prompt's greedy answer under one setting, and the data by which a setting is compared with full prefill.
 
     k, v and attended have one tensor per layer.
     """
@@ -42,75 +42,48 @@ class Reference:
     lengths: AnswerLengths
     ttft_s: float
     text: str  # the first own_tokens tokens of the answer
-    answer_ids: list[int]
+    answer_ids: list[int]  # full prefill's
     likelihood: float | None  # reference answer, nats per token
-    log_p: Tensor  # fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens
+    log_p: Tensor  # fp64 [num_answer_tokens, vocab_size], the distributions that predict answer_ids
+    divergence: Divergence | None  # from full prefill, None for full prefill itself
     k: list[Tensor]  # rotated, fp32 [num_chunk_tokens, num_kv_heads, head_dim]
     v: list[Tensor]
     attended: list[Tensor]  # before o_proj, rows that predict the answer: fp32 [num_answer_tokens, num_heads, head_dim]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A setting's greedy answer and its distance from full prefill. Errors are relative RMSEs, one per layer."""
-
-    prefilled: Prefilled
-    ttft_s: float
-    text: str
-    likelihood: float | None  # of the reference answer, nats per token
-    divergence: Divergence
-    k_error: list[float]  # over the chunks' tokens
-    v_error: list[float]
-    attention_error: list[float]  # of the output, over the rows that predict the answer's tokens
-
-
-@torch.no_grad()
-def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Reference:
-    """Prefill everything, answer greedily, and keep the data that settings are compared with. before_s: seconds spent
-    before."""
-    start = time.perf_counter()
-    done = engine.hold_prefill(request.in_full(), headroom=lengths.headroom)
-    first = done.logits.clone()
-    int(first.argmax())  # the first token is on the host: end of TTFT
-    ttft_s = before_s + time.perf_counter() - start
-    generation = done.answer(SamplingParams(max_tokens=lengths.tokens, stop_repetition=False))
-    likelihood = _likelihood(done, lengths.reference_ids)
-    attended = _Attended(engine.model.spec.num_layers)
-    logits = torch.cat((first[None], done.predict(generation.token_ids, attended)[1:]))
-    k, v = _chunk_kv(done)
-    done.sequence.release()
-    return Reference(
-        prefilled=done,
-        lengths=lengths,
-        ttft_s=ttft_s,
-        text=_text(engine, generation.token_ids[: lengths.own_tokens]),
-        answer_ids=generation.token_ids,
-        likelihood=likelihood,
-        log_p=log_distribution(logits),
-        k=k,
-        v=v,
-        attended=attended.layers,
-    )
+def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Measured:
+    """Prefill everything and answer greedily. before_s: seconds spent before."""
+    return run_setting(engine, request.in_full(), lengths, before_s, Engine.hold_prefill)
 
 
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
-def run_setting(engine: Engine, request: Request, reference: Reference, before_s: float, run: Prefill) -> Measured:
-    """Prefill under the request's setting, compare it with the reference, and answer greedily. Greedy decoding equals
-    the reference's answer as long as the most likely tokens agree, so it starts where they first differ: teacher
-    forcing has computed the tokens before."""
-    lengths = reference.lengths
+def run_setting(
+    engine: Engine,
+    request: Request,
+    lengths: AnswerLengths,
+    before_s: float,
+    run: Prefill,
+    full: Measured | None = None,
+) -> Measured:
+    """Prefill under the request's setting and answer greedily. full: full prefill to compare with. Greedy decoding
+    equals its answer as long as the most likely tokens agree, so it starts where they first differ: teacher forcing has
+    computed the tokens before."""
     start = time.perf_counter()
     done = run(engine, request, headroom=lengths.headroom)
     first = done.logits.clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
+    if full is None:
+        ids = done.answer(SamplingParams(max_tokens=lengths.tokens, stop_repetition=False)).token_ids
+    else:
+        ids = full.answer_ids
     likelihood = _likelihood(done, lengths.reference_ids)
     attended = _Attended(engine.model.spec.num_layers)
-    ids = reference.answer_ids
     logits = torch.cat((first[None], done.predict(ids, attended)[1:]))
-    found = divergence(reference.log_p, log_distribution(logits))
+    log_p = log_distribution(logits)
     k, v = _chunk_kv(done)
-    text, same = reference.text, found.first_difference
+    text, found = _text(engine, ids[: lengths.own_tokens]), None if full is None else divergence(full.log_p, log_p)
+    same = None if found is None else found.first_difference
     if same is not None and same < lengths.own_tokens:
         sampling = SamplingParams(max_tokens=lengths.own_tokens - same, stop_repetition=False)
         generation = done.answer(sampling, given=same, logits=logits[same])
@@ -118,13 +91,16 @@ def run_setting(engine: Engine, request: Request, reference: Reference, before_s
     done.sequence.release()
     return Measured(
         prefilled=done,
+        lengths=lengths,
         ttft_s=ttft_s,
         text=text,
+        answer_ids=ids,
         likelihood=likelihood,
+        log_p=log_p,
         divergence=found,
-        k_error=relative_rmse(k, reference.k),
-        v_error=relative_rmse(v, reference.v),
-        attention_error=relative_rmse(attended.layers, reference.attended),
+        k=k,
+        v=v,
+        attended=attended.layers,
     )
 
 
