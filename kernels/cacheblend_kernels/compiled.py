@@ -61,20 +61,7 @@ def loaded(name: str) -> Any:
         code = ctypes.CDLL(found.origin)
         if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
             return None
-        for function in (
-            "rms_norm",
-            "silu_and_mul",
-            "prefill_product",
-            "decode_attention",
-            "prefill_attention",
-            "rope_and_cache",
-            "load_codes",
-            "decode_product",
-            "restore_rows",
-            "guard_mapping",
-        ):
-            getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
-    except (OSError, AttributeError, ValueError):  # built for another machine, or another version
+    except (OSError, ValueError):  # built for another machine, or another version
         return None
     return code
 
@@ -84,11 +71,9 @@ def guard_mapping(address: int, size: int, message: bytes, exit_code: int) -> in
     shorter or unreadable on access. Returns the guard's number for `unguard_mapping`; None without compiled code or
     with too many guards. A SIGBUS elsewhere goes to the handler installed before the first guard."""
     code, text = library(), ctypes.create_string_buffer(message, len(message))
-    number = (
-        -1
-        if code is None
-        else code.cb_guard_mapping(_GUARD(address, size, ctypes.addressof(text), len(message), exit_code, 0))
-    )
+    if code is None:
+        return None
+    number: int = code.cb_guard_mapping(_GUARD(address, size, ctypes.addressof(text), len(message), exit_code, 0))
     return None if number < 0 else number
 
 
@@ -316,16 +301,8 @@ def decode_product(x: Tensor, table: RowTable, bias: Tensor | None = None, *, vn
     x, num_rows = x.contiguous(), of_x[0]
     out = x.new_empty(num_rows, num_outputs)
     addresses = x.data_ptr(), table.addresses.data_ptr(), table.kinds.data_ptr(), at_bias, out.data_ptr()
-    numbers = (
-        num_rows,
-        table.width,
-        num_outputs,
-        table.factor,
-        kind,
-        of_bias,
-        int(vnni),
-        _threads(table.width * num_outputs),
-    )
+    sizes, threads = (num_rows, table.width, num_outputs), _threads(table.width * num_outputs)
+    numbers = *sizes, table.factor, kind, of_bias, int(vnni), threads
     return None if num_rows and code.cb_decode_product(_DECODE(*addresses, *numbers)) else out
 
 

@@ -76,7 +76,8 @@ class XformersBackend(TritonBackend):
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         if self._prefill_op is not None and params.plain and is_full(q, cache, meta):
-            inputs = full_prefill_inputs(self._fmha, q, cache, meta.contiguous_slot, params.scale)
+            first, causal = meta.contiguous_slot, self._fmha.attn_bias.LowerTriangularMask()
+            inputs = attention_inputs(self._fmha, q, cache, slice(first, first + len(q)), causal, params.scale)
             if not self._prefill_op.not_supported_reasons(inputs):
                 return self._run(self._prefill_op, inputs).reshape(q.shape)
         return super().prefill_attention(q, cache, meta, params)
@@ -89,7 +90,8 @@ class XformersBackend(TritonBackend):
         )
         if not taken:
             return super().decode_attention(q, cache, meta, params)
-        inputs = decode_inputs(self._fmha, q, cache, self._paged_bias(meta, cache.k.shape[1]), params.scale)
+        bias = self._paged_bias(meta, cache.k.shape[1])
+        inputs = attention_inputs(self._fmha, q, cache, slice(None), bias, params.scale)
         return self._run(self._decode_op, inputs).reshape(q.shape)
 
     def _run(self, op: Any, inputs: Any) -> Tensor:
@@ -130,19 +132,16 @@ def takes_decode(q: Tensor, cache: LayerCache) -> bool:
     return fits and q.dtype in HALVES and q.dtype == cache.k.dtype and cache.k.is_contiguous()
 
 
-def full_prefill_inputs(fmha: Any, q: Tensor, cache: LayerCache, first_slot: int, scale: float) -> Any:
-    """Return fmha.Inputs of a causal square: [1, rows, kv heads, group, head_dim], K and V as views of the pool."""
+def attention_inputs(fmha: Any, q: Tensor, cache: LayerCache, slots: slice, bias: Any, scale: float) -> Any:
+    """Return fmha.Inputs, [1, rows or slots, kv heads, group, head_dim], K and V as views of the pool."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads
     k, v = (
-        pool.view(-1, num_kv_heads, 1, head_dim)[first_slot : first_slot + num_rows]
-        .unsqueeze(0)
-        .expand(1, num_rows, num_kv_heads, group, head_dim)
+        pool.view(-1, num_kv_heads, 1, head_dim)[slots].unsqueeze(0).expand(1, -1, num_kv_heads, group, head_dim)
         for pool in (cache.k, cache.v)
     )
-    query = q.reshape(1, num_rows, num_kv_heads, group, head_dim)
-    return fmha.Inputs(query, k, v, attn_bias=fmha.attn_bias.LowerTriangularMask(), scale=scale)
+    return fmha.Inputs(q.reshape(1, num_rows, num_kv_heads, group, head_dim), k, v, attn_bias=bias, scale=scale)
 
 
 def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block_size: int) -> Any:
@@ -154,16 +153,3 @@ def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block
     )
     bias.k_seqinfo.seqlen = kv_lens
     return bias
-
-
-def decode_inputs(fmha: Any, q: Tensor, cache: LayerCache, bias: Any, scale: float) -> Any:
-    """Return fmha.Inputs of one query per sequence over the pool, [1, slots, kv heads, group, head_dim], no copies."""
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = cache.k.shape[2]
-    group = num_heads // num_kv_heads
-    k, v = (
-        pool.view(1, -1, num_kv_heads, 1, head_dim).expand(1, -1, num_kv_heads, group, head_dim)
-        for pool in (cache.k, cache.v)
-    )
-    query = q.reshape(1, num_seqs, num_kv_heads, group, head_dim)
-    return fmha.Inputs(query, k, v, attn_bias=bias, scale=scale)

@@ -42,7 +42,7 @@ def test_decode_inputs_mean_paged_attention(heads: tuple[int, int], head_dim: in
     )
     meta, scale = case.meta, head_dim**-0.5
     bias = xb.paged_bias(fmha, meta.block_table, meta.kv_lens, 256, 64)
-    inputs = xb.decode_inputs(fmha, case.q, case.cache, bias, scale)
+    inputs = xb.attention_inputs(fmha, case.q, case.cache, slice(None), bias, scale)
     inputs.validate_inputs()
     assert fmha.triton_splitk.FwOp.not_supported_reasons(inputs) == [NOT_HERE]
     assert inputs.key.data_ptr() == case.cache.k.data_ptr()  # a view of the pool: nothing is copied
@@ -76,7 +76,8 @@ def test_prefill_inputs_mean_causal_attention(heads: tuple[int, int], head_dim: 
         strided=True,
     )  # fmt: skip
     scale = head_dim**-0.5
-    inputs = xb.full_prefill_inputs(fmha, case.q, case.cache, case.meta.contiguous_slot, scale)
+    first, causal = case.meta.contiguous_slot, fmha.attn_bias.LowerTriangularMask()
+    inputs = xb.attention_inputs(fmha, case.q, case.cache, slice(first, first + 70), causal, scale)
     inputs.validate_inputs()
     for op in (fmha.flash3, fmha.flash, fmha.cutlass):
         reasons = [r for r in op.FwOp.not_supported_reasons(inputs) if "wasn't built" not in r]

@@ -183,31 +183,15 @@ def most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | No
     return most if sliding_window is None else min(most, sliding_window)
 
 
-def attention_arguments(
-    q: Tensor,
-    cache: LayerCache,
-    meta: AttentionMetadata,
-    params: AttentionParams,
-    config: TileConfig,
-    outputs: tuple[Tensor, Tensor, Tensor],
-) -> dict[str, Any]:
-    """Return the arguments that both attention kernels take: None for what a layer does not have. outputs: the result,
-    and `split_buffers`."""
-    (out, part, lse), slot = outputs, meta.contiguous_slot
-    block_size, num_kv_heads, head_dim = cache.k.shape[1:]
+def score_arguments(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> dict[str, Any]:
+    """Return the arguments that every kernel with scores takes: None for what a layer does not have."""
+    slot, (block_size, num_kv_heads, head_dim) = meta.contiguous_slot, cache.k.shape[1:]
     return {
         "q_ptr": q,
         "k_ptr": pool_bits(cache.k),
-        "v_ptr": pool_bits(cache.v),
-        "out_ptr": out,
-        "part_ptr": part,
-        "lse_ptr": lse,
         "table_ptr": meta.block_table,
         "k_scale_ptr": cache.k_scale,
-        "v_scale_ptr": cache.v_scale,
-        "sinks_ptr": params.sinks,
         "first_slot": max(0, slot),
-        "table_stride": meta.block_table.stride(0),
         "q_stride": q.stride(0),
         "scale": params.scale,
         "soft_cap": params.soft_cap,
@@ -217,10 +201,31 @@ def attention_arguments(
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
         "BLOCK_SIZE": block_size,
+        "CONTIGUOUS": slot >= 0,
+    }
+
+
+def attention_arguments(
+    q: Tensor,
+    cache: LayerCache,
+    meta: AttentionMetadata,
+    params: AttentionParams,
+    config: TileConfig,
+    outputs: tuple[Tensor, Tensor, Tensor],
+) -> dict[str, Any]:
+    """Return the arguments that both attention kernels take. outputs: the result, and `split_buffers`."""
+    out, part, lse = outputs
+    return score_arguments(q, cache, meta, params) | {
+        "v_ptr": pool_bits(cache.v),
+        "out_ptr": out,
+        "part_ptr": part,
+        "lse_ptr": lse,
+        "v_scale_ptr": cache.v_scale,
+        "sinks_ptr": params.sinks,
+        "table_stride": meta.block_table.stride(0),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "SPLITS": part.shape[2],
-        "CONTIGUOUS": slot >= 0,
         "num_warps": config.num_warps,
     }
 

@@ -9,8 +9,6 @@ the maximum of the weights. Nothing of size rows x keys is materialised.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from cacheblend_kernels.triton_backend.attention_core import (
     key_slots,
     load_keys,
     score,
+    score_arguments,
     score_factor,
     start_of_softmax,
 )
@@ -33,7 +32,6 @@ from cacheblend_kernels.triton_backend.checks import (
     check_tensor,
     device_guard,
     once,
-    pool_bits,
 )
 from cacheblend_kernels.triton_backend.configs import padded
 
@@ -206,34 +204,19 @@ def attention_peaks(
     (num_rows, num_heads, head_dim), kv_len = q.shape, len(peaks)
     if num_rows == 0 or kv_len == 0:
         return
-    block_size, num_kv_heads = cache.k.shape[1:3]
-    group, block_d, slot = num_heads // num_kv_heads, padded(head_dim), meta.contiguous_slot
-    block_m, block_n, num_warps = tile_of(block_d, q.element_size())
+    num_kv_heads = cache.k.shape[2]
+    group = num_heads // num_kv_heads
+    block_m, block_n, num_warps = tile_of(padded(head_dim), q.element_size())
     tiles = -(-num_rows * group // block_m)
     lse = torch.empty(num_kv_heads, num_rows * group, SPLITS, dtype=torch.float32, device=q.device)
-    arguments: dict[str, Any] = {
-        "q_ptr": q,
-        "k_ptr": pool_bits(cache.k),
+    arguments = score_arguments(q, cache, meta, params) | {
         "positions_ptr": positions,
-        "table_ptr": meta.block_table,
-        "k_scale_ptr": cache.k_scale,
         "lse_ptr": lse,
         "num_rows": num_rows,
         "kv_len": kv_len,
-        "first_slot": max(0, slot),
-        "q_stride": q.stride(0),
-        "scale": params.scale,
-        "soft_cap": params.soft_cap,
-        "window": params.sliding_window,
-        "GROUP": group,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_SIZE": block_size,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "SPLITS": SPLITS,
-        "CONTIGUOUS": slot >= 0,
         "num_warps": num_warps,
     }
     with device_guard(q):

@@ -120,7 +120,7 @@ def check_cache(cache: LayerCache) -> None:
     size = cache.k.shape[1]
     check(size > 0 and size & (size - 1) == 0, f"block size {size} is not a power of two")
     if is_float8(cache):
-        check_head_scales("a float8 pool", cache.k.shape[2], cache.k_scale, cache.v_scale)
+        check_scales("a float8 pool", cache, cache.k.shape[2:3])
     else:
         check(cache.k_scale is None and cache.v_scale is None, "pool scales are for a float8 pool")
 
@@ -129,10 +129,10 @@ def is_float8(cache: LayerCache) -> bool:
     return cache.k.dtype == torch.float8_e4m3fn
 
 
-def check_head_scales(what: str, num_kv_heads: int, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Check for one scale per KV head of float8 codes."""
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check_tensor(f"{name} of {what}", scale, (num_kv_heads,), torch.float32)
+def check_scales(what: str, given: LayerCache | StoredKV, shape: tuple[int, ...]) -> None:
+    """Check for fp32 scales of float8 K and V."""
+    for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
+        check_tensor(f"{name} of {what}", scale, shape, torch.float32)
 
 
 def check_rows_of(cache: LayerCache, k: Tensor, v: Tensor) -> None:

@@ -27,8 +27,8 @@ from cacheblend_kernels.triton_backend.checks import (
     check,
     check_cache,
     check_device,
-    check_heads,
     check_rope,
+    check_rows_of,
     check_tensor,
     device_guard,
     once,
@@ -257,7 +257,7 @@ def move_stale_kernel(
         cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + table, mask=mask, other=0.0)
         y1, y2 = rotate(acc1, acc2, cos, sin)
-        x1, x2 = halves_of(k_ptr, k_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        x1, x2 = halves_of(k_ptr, k_scale_ptr, slots[:, None], head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
         factor = 1.0
         if k_scale_ptr is not None:
             factor = 1.0 / tl.load(k_scale_ptr + head)
@@ -272,7 +272,7 @@ def move_stale_kernel(
             share = tl.minimum(tl.load(sizes_ptr + rows, mask=real, other=0.0) / mean, 1.0)[:, None]
             acc1 *= share
             acc2 *= share
-        x1, x2 = halves_of(v_ptr, v_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        x1, x2 = halves_of(v_ptr, v_scale_ptr, slots[:, None], head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
         factor = 1.0
         if v_scale_ptr is not None:
             factor = 1.0 / tl.load(v_scale_ptr + head)
@@ -402,13 +402,10 @@ def tiles_of(head_dim: int, element_size: int) -> Tiles:
 @once
 def _check(k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, cos: Tensor, sin: Tensor) -> None:
     check_cache(cache)
-    check_heads("k", k)
-    check_heads("v", v)
-    held = tuple(cache.k.shape[2:])
+    check_rows_of(cache, k, v)
     check(len(k) == len(rows.known), f"{len(k)} rows, {len(rows.known)} known")
-    check(k.shape == v.shape and tuple(k.shape[1:]) == held, f"rows of {list(k.shape[1:])}, slots of {list(held)}")
     num_rows, num_known, num_chunks = len(rows.slots), len(rows.known), len(rows.starts) - 1
-    check_rope(cos, sin, num_rows, held[1])
+    check_rope(cos, sin, num_rows, k.shape[2])
     check_tensor("slots", rows.slots, (num_rows,), torch.int64)
     check_tensor("starts", rows.starts, (num_chunks + 1,), torch.int32)
     check_tensor("known", rows.known, (num_known,), torch.int32)

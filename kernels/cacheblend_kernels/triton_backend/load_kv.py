@@ -23,6 +23,7 @@ from cacheblend_kernels.triton_backend.checks import (
     check_device,
     check_heads,
     check_rope,
+    check_scales,
     check_tensor,
     device_guard,
     once,
@@ -271,8 +272,7 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
     check(stored.k_mean is None and stored.bits == (0, 0), "a mean and levels are for codes")
     if k.dtype in FLOAT8:
-        for name, scale in (("k_scale", stored.k_scale), ("v_scale", stored.v_scale)):
-            check_tensor(f"{name} of float8", scale, (num_chunks, num_kv_heads), torch.float32)
+        check_scales("float8", stored, (num_chunks, num_kv_heads))
     else:
         check(stored.k_scale is None and stored.v_scale is None, f"{k.dtype} takes no scales")
         check(stored.row_chunks is None, f"{k.dtype} takes no row_chunks: it has nothing per chunk")

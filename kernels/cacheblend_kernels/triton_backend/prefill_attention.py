@@ -355,12 +355,8 @@ def tile_descriptors(cache: LayerCache, block_n: int) -> tuple[TensorDescriptor,
     """Return boxes of block_n slots and one head of both pools. The cache keeps them."""
     kept = cache.__dict__.setdefault("_descriptors", {})
     if block_n not in kept:
-        kept[block_n] = tuple(tile_descriptor(pool, block_n) for pool in (cache.k, cache.v))
+        num_blocks, block_size, num_kv_heads, head_dim = cache.k.shape
+        shape, strides = [num_blocks * block_size, num_kv_heads * head_dim], [num_kv_heads * head_dim, 1]
+        kept[block_n] = tuple(TensorDescriptor(p, shape, strides, [block_n, head_dim]) for p in (cache.k, cache.v))
     found: tuple[TensorDescriptor, TensorDescriptor] = kept[block_n]
     return found
-
-
-def tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """Boxes of block_n slots and one head of a pool [num_blocks, block_size, num_kv_heads, head_dim]."""
-    num_slots, width = cache.shape[0] * cache.shape[1], cache.shape[2] * cache.shape[3]
-    return TensorDescriptor(cache, [num_slots, width], [width, 1], [block_n, cache.shape[3]])

@@ -47,6 +47,6 @@ def test_decode_operator(
     )
     moved, scale = case.to(device), head_dim**-0.5
     bias = xb.paged_bias(fmha, moved.meta.block_table, moved.meta.kv_lens, 256, 64)
-    inputs = xb.decode_inputs(fmha, moved.q, moved.cache, bias, scale)
+    inputs = xb.attention_inputs(fmha, moved.q, moved.cache, slice(None), bias, scale)
     out, _ = fmha.triton_splitk.FwOp.apply(inputs, needs_gradient=False)
     assert_close(out.reshape(case.q.shape), attention_reference(case, scale), HALF)
