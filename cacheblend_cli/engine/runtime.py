@@ -100,9 +100,9 @@ class Runtime(Prompts):
             progress(f"loading {name}")
         path = resolve_model(name, say)
         if (size := num_ranks(config.tensor_parallel)) > 1:
-            from cacheblend_cli.engine.ranks.driver import config_of_ranks, driver_of
+            from cacheblend_cli.engine.ranks.driver import Driver, config_of_ranks
 
-            config, driver = config_of_ranks(config, size, path, device), driver_of(size, device)
+            config, driver = config_of_ranks(config, size, path, device), Driver(size, device)
             runtime = cls(driver.load(path, name, config), config)
             runtime.driver = driver
         else:

@@ -72,10 +72,8 @@ class LoadedModel:
         for file, before in self.files.items() if self.decoder.device.type == "cpu" else ():
             with suppress(FileNotFoundError):
                 now = file.stat()
-                if now.st_ino == before.st_ino and (now.st_mtime_ns, now.st_size) != (
-                    before.st_mtime_ns,
-                    before.st_size,
-                ):
+                changed = (now.st_mtime_ns, now.st_size) != (before.st_mtime_ns, before.st_size)
+                if changed and now.st_ino == before.st_ino:
                     raise UsageError(
                         f"{file} was changed while its weights were in use: what is computed now belongs to no model",
                         "run the command again; replace such a file by renaming a new one",
@@ -120,28 +118,30 @@ def load_model(
     if device.type == "cuda":
         make_current(device)
         check_room(part.own, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
-
-    def fingerprint_of(spec: ModelSpec, dtype: torch.dtype) -> str:
-        return model_fingerprint(spec, path, dtype, lora_digest, precision.weights)
-
     try:
+        source = _quantised(spec, path, precision.weights, device, compute_dtype, progress)
         if spec.generic:
-            decoder: Decoder = _generic(spec, path, compute_dtype, device, kernels, precision, adapter)
+            from cacheblend_cli.model.generic.decoder import load_generic
+
+            decoder: Decoder = load_generic(spec, path, compute_dtype, device, kernels, adapter)
         else:
-            source = _quantised(spec, path, precision.weights, device, compute_dtype, progress)
             weights = load_weights(part, path, compute_dtype, device, adapter, progress, source)
             decoder = Decoder(spec, weights, kernels, compute_dtype, part)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
+    fingerprints = {
+        name: model_fingerprint(decoder.spec, path, dtype, lora_digest, precision.weights)
+        for name, dtype in DTYPES.items()
+    }
     return LoadedModel(
         name=name,
         path=path,
         decoder=decoder,
         tokenizer=tokenizer,
-        fingerprint=fingerprint_of(decoder.spec, compute_dtype),
-        fingerprints={name: fingerprint_of(decoder.spec, dtype) for name, dtype in DTYPES.items()},
+        fingerprint=fingerprints[str(compute_dtype).removeprefix("torch.")],
+        fingerprints=fingerprints,
         identity=model_fingerprint(decoder.spec, path, torch.float32),
         eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
         generation_config=generation,
@@ -180,6 +180,12 @@ def _quantised(
     """Return a checkpoint's tensors quantised as `weight_dtype`, None for "auto". Raises UsageError, DeviceError."""
     if weight_dtype == "auto":
         return None
+    if spec.generic:
+        raise UsageError(
+            f"--weight-dtype {weight_dtype} is not implemented for model_type {spec.config['model_type']!r}, whose "
+            "weights transformers holds (generic path)",
+            "leave it at auto",
+        )
     if device.type != "cpu" or not compiled.multiplies(dtype):
         raise DeviceError(
             f"--weight-dtype {weight_dtype} is for CPUs, with compiled products and a dtype of float32 or bfloat16",
@@ -192,27 +198,6 @@ def _quantised(
     check_tensors(spec, source, path)
     digest = model_fingerprint(spec, path, torch.float32)
     return GGUFTensors(quantised_folder(source, spec, weight_dtype, digest, progress))
-
-
-def _generic(
-    spec: ModelSpec,
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: KernelBackend,
-    precision: Precision,
-    adapter: LoraAdapter | None,
-) -> Decoder:
-    """Load a model on transformers' layers. Raises UsageError."""
-    if precision.weights != "auto":
-        raise UsageError(
-            f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose "
-            "weights transformers holds (generic path)",
-            "leave it at auto",
-        )
-    from cacheblend_cli.model.generic.decoder import load_generic
-
-    return load_generic(spec, path, dtype, device, kernels, adapter)
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:

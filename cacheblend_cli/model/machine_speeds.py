@@ -21,7 +21,7 @@ from cacheblend_kernels import RowTable, compiled
 from torch import Tensor
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.model.linear import Linear, MappedLinear, Weight, decoding, linear
+from cacheblend_cli.model.linear import Linear, MappedLinear, decoding, linear
 from cacheblend_cli.model.spec import ModelSpec
 
 FORMAT = 1
@@ -35,21 +35,21 @@ MOST_WEIGHTS = 4 << 20
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 Run = Callable[[], object]
-Runs = Mapping[str, tuple[Run, Run]]
+CASES = (f"{ROWS} rows", "one row")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the first is the default
 _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
 
 
 @dataclass(frozen=True)
 class CandidateSpeeds:
-    """Best seconds of each candidate in two cases. The first candidate is the default."""
+    """Best seconds of each candidate in both CASES. The first candidate is the default."""
 
-    cases: tuple[str, str]  # names of the two cases in messages
     seconds: Mapping[str, tuple[float, float]]
 
     def __str__(self) -> str:
         parts = (
             f"{case} " + ", ".join(f"{name} {times[i] * 1000:.3g} ms" for name, times in self.seconds.items())
-            for i, case in enumerate(self.cases)
+            for i, case in enumerate(CASES)
         )
         return "; ".join(parts)
 
@@ -73,16 +73,20 @@ def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
 
 
 def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
-    """Measure products with the model's widest weights in fp32 and bf16."""
-
-    def candidates() -> Runs:
-        weight, x = _widest(spec)
-        return {
-            _name(dtype): _runs(linear(_held(weight, dtype)), x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)
-        }
-
-    shape = *_width(spec), compiled.ABI
-    return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), shape, candidates)
+    """Return the stored speeds of products with the model's widest weights in DTYPES, or measure and store them. The
+    first process's record counts."""
+    inputs = spec.hidden_size
+    outputs = max(1, min(2 * spec.intermediate_size, MOST_WEIGHTS // inputs))
+    machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
+    path = user_cache.place("products", FORMAT, *machine, str(inputs), str(outputs), str(compiled.ABI))
+    if text := user_cache.recall(path):
+        if (seconds := _read(text)) is not None:
+            return CandidateSpeeds(seconds)
+        with suppress(OSError):
+            path.unlink()
+    measured = measure(_products(inputs, outputs))
+    kept = user_cache.settle(path, msgspec.json.encode(measured).decode())
+    return CandidateSpeeds(_read(kept) or measured)
 
 
 def describe(spec: ModelSpec) -> dict[str, str]:
@@ -109,33 +113,17 @@ def _cpu_info() -> list[str]:
         return []
 
 
-def _kept(
-    kind: str, cases: tuple[str, str], names: tuple[str, ...], shape: tuple[object, ...], candidates: Callable[[], Runs]
-) -> CandidateSpeeds:
-    """Return the stored record of this kind and shape, or measure and store it. The first process's record counts."""
-    machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
-    path = user_cache.place(kind, FORMAT, *machine, *map(str, shape))
-    if text := user_cache.recall(path):
-        if (seconds := _read(text, names)) is not None:
-            return CandidateSpeeds(cases, seconds)
-        with suppress(OSError):
-            path.unlink()
-    measured = measure(candidates())
-    kept = user_cache.settle(path, msgspec.json.encode(measured).decode())
-    return CandidateSpeeds(cases, _read(kept, names) or measured)
-
-
-def _read(text: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]] | None:
-    """Return the seconds of a record of these candidates; None for any other text."""
+def _read(text: str) -> dict[str, tuple[float, float]] | None:
+    """Return the seconds of a record of DTYPES; None for any other text."""
     try:
         seconds = _RECORD.decode(text)
     except msgspec.DecodeError:
         return None
-    return seconds if tuple(seconds) == names and all(s > 0 for times in seconds.values() for s in times) else None
+    return seconds if [*seconds] == [*DTYPES] and all(s > 0 for times in seconds.values() for s in times) else None
 
 
 @torch.inference_mode()
-def measure(candidates: Runs) -> dict[str, tuple[float, float]]:
+def measure(candidates: Mapping[str, tuple[Run, Run]]) -> dict[str, tuple[float, float]]:
     """Return the best CPU seconds of one thread for each candidate in both cases. CPU time is independent of other
     programs on the cores and of the number of threads. Candidates take turns until the best two times of each agree."""
     times: dict[tuple[str, int], list[float]] = {(name, case): [] for name in candidates for case in range(2)}
@@ -159,6 +147,16 @@ def _agree(times: list[float]) -> bool:
     return second <= AGREE * best
 
 
+def _products(inputs: int, outputs: int) -> dict[str, tuple[Run, Run]]:
+    """Return runs of products with random weights saved in bfloat16, held as a model computing in each dtype does."""
+    weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = torch.ones(ROWS, inputs)
+    return {
+        name: _runs(linear(RowTable.of(weight) if compiled.multiplies(dtype) else weight.to(dtype)), x.to(dtype))
+        for name, dtype in DTYPES.items()
+    }
+
+
 def _runs(product: Linear | MappedLinear, x: Tensor) -> tuple[Run, Run]:
     """Return runs of a product with all rows of a prompt, and with one row of a decode step."""
 
@@ -167,25 +165,3 @@ def _runs(product: Linear | MappedLinear, x: Tensor) -> tuple[Run, Run]:
             product(x[:1])
 
     return lambda: product(x), decode
-
-
-def _held(weight: Tensor, dtype: torch.dtype) -> Weight:
-    """Return a bfloat16 weight as a model computing in this dtype holds it."""
-    return RowTable.of(weight) if compiled.multiplies(dtype) else weight.to(dtype)
-
-
-def _widest(spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """Return random weights of the widest product in bfloat16, and its input of ROWS rows."""
-    inputs, outputs = _width(spec)
-    weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
-    return weight.to(torch.bfloat16), torch.ones(ROWS, inputs)
-
-
-def _width(spec: ModelSpec) -> tuple[int, int]:
-    """Return inputs and outputs of the widest product, limited to MOST_WEIGHTS weights."""
-    inputs = spec.hidden_size
-    return inputs, max(1, min(2 * spec.intermediate_size, MOST_WEIGHTS // inputs))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

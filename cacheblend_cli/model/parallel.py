@@ -26,10 +26,6 @@ class OneRank:
         """Return the sum over the ranks."""
         return x
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the ranks."""
-        return x
-
     def largest(self, x: Tensor) -> Tensor:
         """Return the maximum over the ranks."""
         return x

@@ -64,9 +64,6 @@ class Ranks(OneRank):
         self._run(lambda: dist.all_reduce(x, group=self._data))
         return x
 
-    def mean(self, x: Tensor) -> Tensor:
-        return self.sum(x) / self.size
-
     def largest(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x

@@ -34,11 +34,6 @@ class StoredRange(NamedTuple):
     begin: int
     end: int
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether values begin at multiples of their size in a mapped file. Old writers did not pad the header."""
-        return self.begin % max(1, BITS[self.dtype] // 8) == 0
-
 
 def safetensors_offsets(path: Path) -> dict[str, StoredRange]:
     """Return the tensors of a file in stored order. Raises UsageError unless they fill the file behind the header

@@ -47,9 +47,10 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     shapes = _Shapes(spec)
     shapes.add_outside_layers()
     for layer in range(spec.num_layers):
-        shapes.add_norms(layer)
-        shapes.add_inputs(layer)
-        shapes.add_products(layer)
+        base = f"model.layers.{layer}"
+        shapes.add_norms(layer, base)
+        shapes.add_inputs(layer, base)
+        shapes.add_products(layer, base)
     return shapes.found
 
 
@@ -75,9 +76,9 @@ class _Shapes:
             self._whole(f"model.altup_projections.{i - 1}.weight", f"streams_in.{i}.weight", hidden, hidden)
             self._whole(f"model.altup_unembed_projections.{i - 1}.weight", f"streams_out.{i}.weight", hidden, hidden)
 
-    def add_norms(self, layer: int) -> None:
+    def add_norms(self, layer: int, base: str) -> None:
         """Add a layer's norms, sinks and scale."""
-        spec, base = self._spec, self._base(layer)
+        spec = self._spec
         for place, name in spec.norms:
             self._norm(f"{base}.{name}", f"{layer}.{place}")
         if spec.qk_norm:
@@ -95,9 +96,9 @@ class _Shapes:
         if spec.layer_scale:
             self._whole(f"{base}.layer_scalar", f"{layer}.layer_scalar", 1)
 
-    def add_inputs(self, layer: int) -> None:
+    def add_inputs(self, layer: int, base: str) -> None:
         """Add a layer's inputs by token, and its part in several streams."""
-        spec, hidden, base = self._spec, self._hidden, self._base(layer)
+        spec, hidden = self._spec, self._hidden
         if width := spec.token_width:
             self._whole(f"{base}.per_layer_input_gate.weight", f"{layer}.token_gate.weight", width, hidden)
             self._whole(f"{base}.per_layer_projection.weight", f"{layer}.token_projection.weight", hidden, width)
@@ -115,9 +116,9 @@ class _Shapes:
             self._whole(f"{base}.laurel.linear_right.weight", f"{layer}.laurel_right.weight", hidden, rank)
             self._whole(f"{base}.laurel.post_laurel_norm.weight", f"{layer}.laurel_norm.weight", hidden)
 
-    def add_products(self, layer: int) -> None:
+    def add_products(self, layer: int, base: str) -> None:
         """Add a layer's attention, and its MLP, its experts or both."""
-        spec, base = self._spec, self._base(layer)
+        spec = self._spec
         products = _attention(spec, layer) if spec.latent is None else _latent_attention(spec, spec.latent)
         experts = spec.experts if spec.experts is not None and layer in spec.experts.layers else None
         if experts is not None:
@@ -138,9 +139,6 @@ class _Shapes:
                 if has_bias:
                     self.found[f"{name}.bias"] = ((rows,), f"{layer}.{target}.bias", start, (total,))
                 start += rows
-
-    def _base(self, layer: int) -> str:
-        return f"model.layers.{layer}"
 
     def _whole(self, name: str, target: str, *shape: int) -> None:
         self.found[name] = (shape, target, 0, shape)

@@ -85,32 +85,22 @@ def load_weights(
     deltas = {} if adapter is None else part.deltas(deltas_of(part.whole, adapter, expected_shapes(part.whole)))
     source = part.tensors(source or tensor_source(model_dir, spec.experts))
     tensors = check_tensors(spec, source, model_dir)
-    report = _share_of(sum(math.prod(tensor.shape) for tensor in tensors), progress)
-    loader = _Loader(spec, source, dtype, device, deltas, report)
+    loader = _Loader(spec, source, dtype, device, deltas)
     tables = [loader.table(tensor) for tensor in tensors]
     if device.type == "cpu":
         copied = (math.prod(t.shape) for t, table in zip(tensors, tables, strict=True) if table is None)
         check_host_room(sum(copied) * dtype.itemsize, dtype, available_memory())
+    done, total = 0, sum(math.prod(tensor.shape) for tensor in tensors)
     for tensor, table in zip(tensors, tables, strict=True):
         loader.add(tensor, table)
+        done += math.prod(tensor.shape)
+        if progress is not None:
+            progress(done / max(1, total))
     weights = loader.finish()
     if spec.tied:
         _tie(weights)
     fold(spec, weights)
     return weights
-
-
-def _share_of(total: int, progress: Callable[[float], None] | None) -> Callable[[int], None]:
-    """Return a callback that takes counts of read numbers, and reports their share of the total."""
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done / max(1, total))
-
-    return report
 
 
 def check_tensors(spec: ModelSpec, source: TensorSource, model_dir: Path) -> list[WeightTensor]:
@@ -167,7 +157,6 @@ class _Loader:
     dtype: torch.dtype
     device: torch.device
     deltas: Mapping[str, Delta]
-    report: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._copied: dict[str, Tensor] = {}
@@ -193,7 +182,6 @@ class _Loader:
             table = RowTable.of(rows) if in_table else None
         if table is not None:
             self._tables.setdefault(target, {})[start] = table
-        self.report(math.prod(tensor.shape))
 
     def _in_table(self, tensor: WeightTensor) -> bool:
         is_used_by_rows = tensor.target in IN_TABLES or tensor.target.split(".", 1)[-1] in IN_TABLES
@@ -263,7 +251,7 @@ def deltas_of(
     return deltas
 
 
-def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None = None) -> None:
+def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None) -> None:
     row_bytes = 4 * max(1, target[0].numel())
     step = max(1, source.block_bytes // row_bytes)
     for start in range(0, target.shape[0], step):

@@ -63,12 +63,6 @@ class RowTable:
         return RowTable(addresses, torch.full((num_rows,), kind, dtype=torch.uint8), width, memory)
 
     @staticmethod
-    def of_bytes(raw: Tensor, kind: int, width: int) -> RowTable:
-        """Return a table of rows of blocks in memory. raw: [num_rows, num_bytes] uint8, contiguous."""
-        addresses = raw.data_ptr() + torch.arange(len(raw)) * raw.shape[1]
-        return RowTable(addresses, torch.full((len(raw),), kind, dtype=torch.uint8), width, raw)
-
-    @staticmethod
     def of(matrix: Tensor) -> RowTable:
         """Return a table of a matrix in memory, [num_rows, width] in one of KINDS, contiguous in its rows."""
         assert matrix.is_cpu and matrix.stride(1) == 1, "rows are contiguous, in the memory of the host"  # noqa: PT018

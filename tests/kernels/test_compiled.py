@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels import KernelError
 from cacheblend_kernels.triton_backend.configs import (
-    SHARED_MEMORY,
     TileConfig,
     arch_of,
     num_context_splits,
@@ -25,7 +24,7 @@ from cacheblend_kernels.triton_backend.configs import (
     pick_prefill_config,
     prefill_configs,
 )
-from kernel_compile import compile_variant
+from kernel_compile import SHARED_MEMORY, compile_variant
 from kernel_variants import KernelVariant, all_variants
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

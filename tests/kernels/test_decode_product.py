@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_rows import rows_of
+from block_rows import rows_of, table_of_bytes
 from cacheblend_kernels import compiled
 from cacheblend_kernels.row_table import BLOCKS, RowTable
 from gguf import GGMLQuantizationType
@@ -45,7 +45,7 @@ def test_a_product_of_few_rows(kind: int, width: int, vnni: bool) -> None:
     torch.manual_seed(kind)
     num_outputs, bias = 77, torch.randn(77)
     raw, weight = rows_of(kind, num_outputs, width)
-    table = replace(RowTable.of_bytes(raw, kind, width), factor=0.5)
+    table = replace(table_of_bytes(raw, kind, width), factor=0.5)
     x = whole_rows(17, width)
     out = compiled.decode_product(x, table, bias, vnni=vnni)
     assert out is not None
@@ -70,7 +70,7 @@ def test_threads_and_a_mixed_table_in_bfloat16(vnni: bool) -> None:
     """300 outputs of each kind, in turns: enough for two threads."""
     torch.manual_seed(1)
     parts = [(kind, *rows_of(kind, 300, 512)) for kind in BLOCKS]
-    tables = [RowTable.of_bytes(raw, kind, 512) for kind, raw, _ in parts]
+    tables = [table_of_bytes(raw, kind, 512) for kind, raw, _ in parts]
     order = torch.randperm(300 * len(parts))
     table = RowTable(
         torch.cat([t.addresses for t in tables])[order], torch.cat([t.kinds for t in tables])[order], 512, tables
@@ -117,7 +117,7 @@ def test_nothing_outside_a_row_is_read(kind: int, vnni: bool) -> None:
 
 def test_zeros_and_numbers_that_are_none(vnni: bool) -> None:
     raw, _ = rows_of(GGMLQuantizationType.Q4_K, 8, 512)
-    table = RowTable.of_bytes(raw, GGMLQuantizationType.Q4_K, 512)
+    table = table_of_bytes(raw, GGMLQuantizationType.Q4_K, 512)
     x = torch.zeros(3, 512)
     x[1, 300] = torch.nan
     x[2] = 1e-38
@@ -130,13 +130,13 @@ def test_zeros_and_numbers_that_are_none(vnni: bool) -> None:
 
 def test_products_that_it_does_not_take(vnni: bool) -> None:
     raw, x = torch.zeros(2, 144, dtype=torch.uint8), torch.ones(1, 256)
-    table = RowTable.of_bytes(raw, GGMLQuantizationType.Q4_K, 256)
+    table = table_of_bytes(raw, GGMLQuantizationType.Q4_K, 256)
     assert compiled.decode_product(x.half(), table) is None
     assert compiled.decode_product(x[:, :128], table) is None
     assert compiled.decode_product(x[0], table) is None
     assert compiled.decode_product(x, table, torch.ones(3)) is None
-    assert compiled.decode_product(x, RowTable.of_bytes(raw, GGMLQuantizationType.TQ2_0, 256)) is None
-    assert compiled.decode_product(x[:, :128], RowTable.of_bytes(raw, GGMLQuantizationType.Q4_K, 128)) is None
+    assert compiled.decode_product(x, table_of_bytes(raw, GGMLQuantizationType.TQ2_0, 256)) is None
+    assert compiled.decode_product(x[:, :128], table_of_bytes(raw, GGMLQuantizationType.Q4_K, 128)) is None
     none = compiled.decode_product(x[:0], table)
     assert none is not None
     assert none.shape == (0, 2)

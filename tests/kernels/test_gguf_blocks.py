@@ -7,8 +7,9 @@ import platform
 import numpy as np
 import pytest
 import torch
+from block_rows import table_of_bytes
 from cacheblend_kernels import KernelError, compiled
-from cacheblend_kernels.row_table import BLOCKS, RowTable
+from cacheblend_kernels.row_table import BLOCKS
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
@@ -32,7 +33,7 @@ def test_rows_are_restored(kind: int, num_rows: int, blocks: int) -> None:
     raw = np.random.default_rng(kind).integers(0, 256, (num_rows, blocks * size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         wanted = torch.from_numpy(dequantize(raw, of_kind))
-    table = RowTable.of_bytes(torch.from_numpy(raw), kind, blocks * values)
+    table = table_of_bytes(torch.from_numpy(raw), kind, blocks * values)
     found = compiled.restore_rows(table, torch.arange(num_rows))
     assert found is not None
     assert found.shape == wanted.shape == (num_rows, blocks * values)
@@ -46,7 +47,7 @@ def test_rows_are_restored(kind: int, num_rows: int, blocks: int) -> None:
 
 
 def test_scratch_is_used_if_it_is_large_enough() -> None:
-    table, scratch = RowTable.of_bytes(torch.zeros(2, 34, dtype=torch.uint8), 8, 32), torch.ones(64)
+    table, scratch = table_of_bytes(torch.zeros(2, 34, dtype=torch.uint8), 8, 32), torch.ones(64)
     found = compiled.restore_rows(table, torch.arange(2), out=scratch)
     assert found is not None
     assert found.data_ptr() == scratch.data_ptr()
@@ -58,14 +59,14 @@ def test_scratch_is_used_if_it_is_large_enough() -> None:
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_an_index_outside_the_table(index: int) -> None:
-    table = RowTable.of_bytes(torch.zeros(2, 34, dtype=torch.uint8), 8, 32)
+    table = table_of_bytes(torch.zeros(2, 34, dtype=torch.uint8), 8, 32)
     with pytest.raises(KernelError):
         compiled.restore_rows(table, torch.tensor([0, index]))
 
 
 def test_other_kinds_and_parts_of_blocks_are_left_to_the_package() -> None:
     raw, first = torch.zeros(2, 144, dtype=torch.uint8), torch.arange(1)
-    assert compiled.restore_rows(RowTable.of_bytes(raw, GGMLQuantizationType.TQ2_0, 256), first) is None
-    assert compiled.restore_rows(RowTable.of_bytes(raw, GGMLQuantizationType.Q4_K, 128), first) is None
-    assert compiled.restore_rows(RowTable.of_bytes(raw, GGMLQuantizationType.Q8_0, 48), first) is None
-    assert compiled.restore_rows(RowTable.of_bytes(raw, GGMLQuantizationType.Q4_K, 256), first, torch.float16) is None
+    assert compiled.restore_rows(table_of_bytes(raw, GGMLQuantizationType.TQ2_0, 256), first) is None
+    assert compiled.restore_rows(table_of_bytes(raw, GGMLQuantizationType.Q4_K, 128), first) is None
+    assert compiled.restore_rows(table_of_bytes(raw, GGMLQuantizationType.Q8_0, 48), first) is None
+    assert compiled.restore_rows(table_of_bytes(raw, GGMLQuantizationType.Q4_K, 256), first, torch.float16) is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_rows import rows_of
+from block_rows import rows_of, table_of_bytes
 from cacheblend_kernels import compiled
 from cacheblend_kernels.row_table import BLOCKS, RowTable
 
@@ -45,7 +45,7 @@ def test_a_product_is_the_exact_one(kind: int, num_outputs: int, width: int, way
     torch.manual_seed(kind)
     dtype = torch.bfloat16 if way else torch.float32
     raw, weight = rows_of(kind, num_outputs, width)
-    table = replace(RowTable.of_bytes(raw, kind, width), factor=0.5)
+    table = replace(table_of_bytes(raw, kind, width), factor=0.5)
     x, bias = torch.randn(70, width).to(dtype), torch.randn(num_outputs).to(dtype)
     out = product(x, table, bias, way)
     right = weight if not way else weight.to(torch.bfloat16).double()
@@ -57,7 +57,7 @@ def test_a_product_is_the_exact_one(kind: int, num_outputs: int, width: int, way
 @pytest.mark.parametrize("kind", [0, 8, 12])
 def test_a_row_is_the_same_among_any_others(kind: int, way: int) -> None:
     raw, _ = rows_of(kind, 210, 768)
-    table = RowTable.of_bytes(raw, kind, 768)
+    table = table_of_bytes(raw, kind, 768)
     x = torch.randn(1100, 768).to(torch.bfloat16 if way else torch.float32)
     out = product(x, table, None, way)
     for threads in (1, 2):
@@ -68,10 +68,10 @@ def test_a_row_is_the_same_among_any_others(kind: int, way: int) -> None:
 
 def test_rows_of_several_kinds(way: int) -> None:
     parts = [(kind, *rows_of(kind, 30, 512)) for kind in BLOCKS]
-    table = RowTable.cat([RowTable.of_bytes(raw, kind, 512) for kind, raw, _ in parts])
+    table = RowTable.cat([table_of_bytes(raw, kind, 512) for kind, raw, _ in parts])
     order = torch.randperm(len(table))
     x = torch.randn(9, 512).to(torch.bfloat16 if way else torch.float32)
-    out = torch.cat([product(x, RowTable.of_bytes(raw, kind, 512), None, way) for kind, raw, _ in parts], 1)
+    out = torch.cat([product(x, table_of_bytes(raw, kind, 512), None, way) for kind, raw, _ in parts], 1)
     assert torch.equal(product(x, table[order], None, way), out[:, order])
     assert torch.equal(product(x, table[5:99], None, way), out[:, 5:99])
 

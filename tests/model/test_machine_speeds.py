@@ -23,7 +23,6 @@ from cacheblend_cli.model.machine_speeds import (
 )
 from cacheblend_cli.model.spec import ModelSpec
 
-CASES = ("many", "few")
 FASTER = {"float32": (4.0, 2.0), "bfloat16": (2.0, 1.0)}
 EMULATED = {"float32": (4.0, 2.0), "bfloat16": (9.0, 1.0)}
 SLOW_ALONE = {"float32": (4.0, 2.0), "bfloat16": (2.0, 3.0)}
@@ -97,8 +96,8 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
 
 def test_the_default_stays_unless_another_is_clearly_faster() -> None:
     default, close, first, second = (1.0, 1.0), (0.9, 0.9), (0.5, 1.05), (1.5, 0.5)
-    assert CandidateSpeeds(CASES, {"default": default, "close": close}).best == "default"
-    speeds = CandidateSpeeds(CASES, {"default": default, "close": close, "first": first, "second": second})
+    assert CandidateSpeeds({"default": default, "close": close}).best == "default"
+    speeds = CandidateSpeeds({"default": default, "close": close, "first": first, "second": second})
     assert speeds.best == "first"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from cacheblend_kernels.row_table import BLOCKS
+from cacheblend_kernels.row_table import BLOCKS, RowTable
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
@@ -27,3 +27,9 @@ def rows_of(kind: int, num_rows: int, width: int, seed: int = 0) -> tuple[torch.
         raw[..., at : at + 2] = scales[..., None].view(np.uint8)
     raw = raw.reshape(num_rows, -1)
     return torch.from_numpy(raw), torch.from_numpy(dequantize(raw, GGMLQuantizationType(kind))).double()
+
+
+def table_of_bytes(raw: torch.Tensor, kind: int, width: int) -> RowTable:
+    """A table of rows of blocks in memory, of any kind. raw: [num_rows, num_bytes] uint8, contiguous."""
+    addresses = raw.data_ptr() + torch.arange(len(raw)) * raw.shape[1]
+    return RowTable(addresses, torch.full((len(raw),), kind, dtype=torch.uint8), width, raw)

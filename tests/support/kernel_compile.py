@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import triton
 from cacheblend_kernels.triton_backend.checks import interpreted
-from cacheblend_kernels.triton_backend.configs import SHARED_MEMORY
 from kernel_variants import KernelVariant
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory per block (CUDA C++ programming guide, table 'Technical Specifications per Compute
+Capability'). 80 stands for 8.x and 12.x, which run the same tiles: the minimum of them, though 8.0 itself has 163
+KiB."""
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

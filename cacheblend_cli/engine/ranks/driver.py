@@ -21,7 +21,7 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.ranks.rank_group import RankGroup, group_of, rank_device
+from cacheblend_cli.engine.ranks.rank_group import group_of, rank_device
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.prefill import PrefillInput
 from cacheblend_cli.engine.worker.worker import DecodeInput, TableInput, Worker
@@ -103,8 +103,9 @@ class Driver:
     numbers = itertools.count()
     gone_models, gone_workers = list[int](), list[int]()
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group, self.model = group, next(self.numbers)
+    def __init__(self, size: int, device: torch.device) -> None:
+        """size: number of ranks, which are started if there are none."""
+        self.group, self.model = group_of(size, rank_device(device, 0)), next(self.numbers)
         weakref.finalize(self, self.gone_models.append, self.model)
 
     @contextmanager
@@ -208,11 +209,6 @@ class RankedWorker(Worker):
 
     def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")
-
-
-def driver_of(size: int, device: torch.device) -> Driver:
-    """Return a driver of `size` ranks, which are started if there are none."""
-    return Driver(group_of(size, rank_device(device, 0)))
 
 
 class OtherRankFailed(DeviceError):

@@ -37,7 +37,7 @@ class Watch(Steps):
         for row, sequence in enumerate(self._sequences):
             if sequence is not None:
                 weights, known = _weights(layer, q[row], sequence, self._kv_lens[row] + 1), self.found[row]
-                weights = layer.part.ranks.mean(weights)
+                weights = layer.part.ranks.sum(weights) / layer.part.ranks.size
                 self.found[row] = weights if known is None else known + weights
 
 

@@ -190,7 +190,8 @@ def dequantised(raw: np.ndarray, name: str, scratch: Tensor) -> Tensor:
     fp32 memory that compiled code may use for the result."""
     if name in NUMBERS:
         _, num_bytes, values = BLOCKS[NUMBERS[name]]
-        table = RowTable.of_bytes(torch.from_numpy(raw), NUMBERS[name], raw.shape[1] // num_bytes * values)
+        shape = len(raw), raw.shape[1] // num_bytes * values
+        table = RowTable.stored(NUMBERS[name], shape, raw.ctypes.data, raw)
         found = compiled.restore_rows(table, torch.arange(len(raw)), out=scratch)
         if found is not None:
             return found

@@ -10,11 +10,6 @@ from dataclasses import dataclass
 
 from cacheblend_kernels.interface import KernelError
 
-SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory per block (CUDA C++ programming guide, table 'Technical Specifications per Compute
-Capability'). 80 stands for 8.x and 12.x, which run the same tiles: the minimum of them, though 8.0 itself has 163
-KiB."""
-
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256
 
@@ -56,7 +51,7 @@ def padded(n: int) -> int:
 
 def arch_of(capability: tuple[int, int]) -> int:
     """Return the table key for a compute capability: 80, 90 or 100. Devices other than Hopper and data-centre Blackwell
-    have the matrix instructions and the shared memory of 8.x."""
+    have the matrix instructions and the shared memory of 8.x (99 KiB in all but 8.0)."""
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
