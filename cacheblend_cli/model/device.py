@@ -47,7 +47,7 @@ def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: 
     if needed > free:
         most = free // dtype.itemsize
         raise DeviceError(
-            f"the weights take {_gib(needed)} in {_name(dtype)}; {_gib(free)} are free on {device}",
+            f"the weights take {gib(needed)} in {_name(dtype)}; {gib(free)} are free on {device}",
             f"up to about {most / 1e9:.1f} billion parameters would fit: use a smaller model, end what else uses the GPU, "
             "or use --device cpu",
         )
@@ -58,7 +58,7 @@ def check_host_room(needed: int, dtype: torch.dtype, available: int | None) -> N
     process. available: None if unknown."""
     if available is not None and needed > available:
         raise DeviceError(
-            f"the weights take {_gib(needed)} in {_name(dtype)}; {_gib(available)} of memory are available",
+            f"the weights take {gib(needed)} in {_name(dtype)}; {gib(available)} of memory are available",
             "use a smaller model, or a GGUF file, which stays in its file; or end other programs",
         )
 
@@ -67,5 +67,5 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _gib(size: int) -> str:
+def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"

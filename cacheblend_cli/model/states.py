@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from cacheblend_store.format.blobs import PLAIN
@@ -31,10 +31,8 @@ class LaunchStates:
         return list(zip(*self.after, strict=True))
 
 
-class Recurrence(Protocol):
-    """Consecutive layers without K and V (`generic.recurrent.RecurrentLayers`)."""
-
-    def __call__(self, hidden: Tensor, states: LaunchStates) -> Tensor: ...
+Recurrence = Callable[[Tensor, LaunchStates], Tensor]
+"""Consecutive layers without K and V (`generic.recurrent.RecurrentLayers`): hidden states, and the launch's states."""
 
 
 class StateTensor(NamedTuple):

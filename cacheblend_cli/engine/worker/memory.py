@@ -22,6 +22,7 @@ from cacheblend_cli.kv.loader import NothingToLoad, ZeroLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.device import gib
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.collection import codec_of
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
@@ -200,8 +201,8 @@ def blocks_that_fit(
     tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), most + block_size)
     if tokens < 2 * block_size:
         raise DeviceError(
-            f"no room for KV: of the GPU's {_gib(profile.total)}, {_gib(profile.used)} are in use (the weights among them), "
-            f"a prefill takes {_gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
+            f"no room for KV: of the GPU's {gib(profile.total)}, {gib(profile.used)} are in use (the weights among them), "
+            f"a prefill takes {gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
             "stop other programs on the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
         )
     return -(-tokens // block_size) if tokens >= most else tokens // block_size
@@ -236,7 +237,3 @@ def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
             f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",
             "stop other programs on the GPU, or use a smaller model or --device cpu",
         ) from error
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"

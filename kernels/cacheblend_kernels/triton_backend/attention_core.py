@@ -4,9 +4,6 @@ Online softmax: Milakov and Gimelshein, arXiv 1805.02867; tiling: FlashAttention
 the context: Flash-Decoding (Dao et al., 2023). Logits are kept in base 2, since exp2 is one instruction.
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 from functools import cache

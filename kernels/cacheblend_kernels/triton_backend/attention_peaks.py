@@ -4,9 +4,6 @@ Two launches: the first finds each row's log-sum-exp, over splits of the context
 the maximum of the weights. Nothing of size rows x keys is materialised.
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

@@ -5,9 +5,6 @@ sin, in fp32, cast once. KV deviation: squared distance of fresh K and V from th
 section 4.3).
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

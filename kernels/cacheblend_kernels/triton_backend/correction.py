@@ -8,9 +8,6 @@ the device: grids cover the largest possible number, and programs beyond the rea
 RoPE is linear, so the change of a rotated key is the rotated change.
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -3,9 +3,6 @@
 Part of the correction (`correction.py`).
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import triton

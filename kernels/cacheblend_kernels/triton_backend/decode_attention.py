@@ -5,9 +5,6 @@ a batch that fills the device is not split (PagedAttention v1, arXiv 2309.06180)
 (v2, Flash-Decoding). The heads of a group are the rows of a tile, so K and V are read once for all of them.
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

@@ -6,9 +6,6 @@ identically.
 - e5m2: the upper byte of float16.
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import triton

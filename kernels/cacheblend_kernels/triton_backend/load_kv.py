@@ -3,9 +3,6 @@
 `StoredKV` describes the stored formats.
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

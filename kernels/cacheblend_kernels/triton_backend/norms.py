@@ -1,8 +1,5 @@
 """RMSNorm (arXiv 1910.07467), alone or fused with the residual add, and gated activations (GLU, arXiv 2002.05202)."""
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

@@ -13,9 +13,6 @@ After FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180) and
 are those of CacheBlend's selective recomputation (arXiv 2405.16444).
 """
 
-# Kernels are untyped: their arguments are Triton's.
-# mypy: allow-untyped-defs, no-check-untyped-defs
-
 from __future__ import annotations
 
 from functools import lru_cache
