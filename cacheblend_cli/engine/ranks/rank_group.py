@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.model.device import make_current
 from cacheblend_cli.model.ranks import RankLost, Ranks
 
 BEAT_S, HUNG_S = 1.0, 10.0
@@ -58,8 +59,7 @@ class RankGroup:
         self._reason: RankLost | None = None
         self._is_lost, self._ending = threading.Event(), threading.Event()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        make_current(device)
         foreign = dist.is_initialized()
         try:
             self._begin()
@@ -222,8 +222,7 @@ def join(rank: int, size: int) -> Ranks:
     else:
         store = _outer_store()
     device = rank_device(torch.device(store.get("device").decode()), rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    make_current(device)
     store.set(f"here/{rank}", "1")
     ranks = _joined(store, rank, size, device)
     own = store.clone()  # type: ignore[attr-defined]

@@ -53,7 +53,6 @@ class TritonBackend(KernelBackend):
             raise KernelError(
                 f"the {self.name} backend needs a CUDA device, not {device}", "use --attention-backend torch"
             )
-        self.device = device
         self._plan = LaunchPlan(arch or 90, num_sms or 132)
 
     def prefill_attention(

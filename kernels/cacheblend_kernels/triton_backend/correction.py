@@ -11,7 +11,6 @@ RoPE is linear, so the change of a rotated key is the rotated change.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -301,7 +300,7 @@ def correct_stale(
     w = kept[of_shape]
     pool = pool_bits(cache.k), pool_bits(cache.v), cache.k_scale, cache.v_scale, *rotation, rows.slots
     of_head = {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "BLOCK_HALF": max(16, padded(head_dim // 2))}
-    heads, tiles = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
+    heads, (tile_rows, tile_known, tile_channels) = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
     known_tiles = stride // BLOCK
     with device_guard(k):
         chunk_spread_kernel[(num_chunks, 2 * num_kv_heads)](
@@ -310,7 +309,7 @@ def correct_stale(
             w.mean,
             w.spread,
             **of_head,
-            BLOCK_ROWS=tiles.spread,
+            BLOCK_ROWS=tile_rows,
             num_warps=8,
         )
         standardise_kernel[(num_chunks, rows.longest)](
@@ -325,7 +324,7 @@ def correct_stale(
         covariance_kernel[(num_chunks, known_tiles, -(-rows.longest // BLOCK))](
             w.points, w.norms, rows.starts, rows.known, rows.known_starts, w.covariance,
             rows.longest, prior.of_chunk, prior.of_near, *prior.lengths,
-            WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tiles.channels, num_warps=4,
+            WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tile_channels, num_warps=4,
         )  # fmt: skip
         inverse_kernel[(num_chunks,)](
             w.covariance, w.change_sizes, rows.starts, rows.known, rows.known_starts, w.inverse,
@@ -335,9 +334,9 @@ def correct_stale(
             w.inverse, w.change, common, rows.known_starts, w.weights, stride, 1 - prior.common,
             K_WIDTH=width, BLOCK_M=BLOCK, BLOCK_W=BLOCK, num_warps=4,
         )  # fmt: skip
-        move_stale_kernel[(num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads)](
+        move_stale_kernel[(num_chunks, -(-rows.longest // tile_rows), 2 * num_kv_heads)](
             w.covariance, w.weights, *pool, rows.starts, rows.known_starts, w.sizes, rows.longest,
-            **of_head, BLOCK_M=tiles.known, BLOCK_N=tiles.moved, DAMPED=damped, num_warps=4,
+            **of_head, BLOCK_M=tile_known, BLOCK_N=tile_rows, DAMPED=damped, num_warps=4,
         )  # fmt: skip
 
 
@@ -378,22 +377,9 @@ class Workspace:
         )
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes that keep all values in registers."""
-
-    spread: int  # rows of `chunk_spread_kernel`
-    channels: int  # of `covariance_kernel`
-    moved: int  # rows of `move_stale_kernel`
-    known: int  # recomputed rows of `move_stale_kernel`
-
-
-@cache
-def tiles_of(head_dim: int, element_size: int) -> Tiles:
-    narrow = head_dim <= 128
-    return Tiles(
-        64 if narrow else 16, 16 if element_size == 4 else 64, 64 if narrow else 16, 32 if head_dim <= 256 else 16
-    )
+def tiles_of(head_dim: int, element_size: int) -> tuple[int, int, int]:
+    """Return how many rows, recomputed rows and channels of a tile fit the registers."""
+    return 64 if head_dim <= 128 else 16, 32 if head_dim <= 256 else 16, 16 if element_size == 4 else 64
 
 
 @once
