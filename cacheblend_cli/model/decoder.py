@@ -71,14 +71,12 @@ class DecoderLayer:
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
         norms = {part: weights.norm(part) for part, _ in spec.norms}
         sparsity = spec.sparsity[index] if spec.sparsity else 0.0
-        self._beside: ExpertsBeside | None = None
         self.mlp: MLP | Experts
         if experts is None or experts.beside:
             self.mlp = MLP(weights, sparsity, None if part.is_whole else part.ranks.sum)
         else:
             self.mlp = Experts(weights, experts)
-        if experts is not None and experts.beside:
-            self._beside = ExpertsBeside(weights, experts, norms)
+        self._beside = ExpertsBeside(weights, experts, norms) if experts is not None and experts.beside else None
         self.altup = AltUp(weights, spec.streams) if spec.streams is not None else None
         self._low_rank = LowRank(weights) if spec.streams is not None else None
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")

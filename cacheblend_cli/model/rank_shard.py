@@ -20,12 +20,13 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import cached_property
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta
 from cacheblend_cli.model.parallel import Shard
-from cacheblend_cli.model.ranks import Ranks, padded
+from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.sharded import Cut, Runs, ShardedTensors, cut_deltas
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
@@ -91,7 +92,9 @@ class RankShard(Shard):
         return first, min(first + self.vocabulary_width, self.whole.vocab_size)
 
     def gathered_logits(self, logits: Tensor) -> Tensor:
-        return self.ranks.gather(padded(logits, self.vocabulary_width), -1)[..., : self.whole.vocab_size]
+        if missing := self.vocabulary_width - logits.shape[-1]:
+            logits = F.pad(logits, (0, missing))
+        return self.ranks.gather(logits, -1)[..., : self.whole.vocab_size]
 
     # heads
 

@@ -11,7 +11,6 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
@@ -157,8 +156,3 @@ class Ranks(OneRank):
 def is_agreed(error: BaseException) -> bool:
     """Return whether all ranks raise the error at the same place, because they got its cause or agreed on it."""
     return isinstance(error, UsageError) or getattr(error, "is_agreed", False)
-
-
-def padded(x: Tensor, width: int) -> Tensor:
-    """Return x with its last dimension zero-padded to the width."""
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

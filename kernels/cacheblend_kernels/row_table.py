@@ -64,11 +64,9 @@ class RowTable:
 
     @staticmethod
     def of(matrix: Tensor) -> RowTable:
-        """Return a table of a matrix in memory, [num_rows, width] in one of KINDS, contiguous in its rows."""
-        assert matrix.is_cpu and matrix.stride(1) == 1, "rows are contiguous, in the memory of the host"  # noqa: PT018
-        addresses = matrix.data_ptr() + torch.arange(len(matrix)) * (matrix.stride(0) * matrix.itemsize)
-        kinds = torch.full((len(matrix),), KINDS[matrix.dtype], dtype=torch.uint8)
-        return RowTable(addresses, kinds, matrix.shape[1], matrix)
+        """Return a table of a matrix in memory, [num_rows, width] in one of KINDS, contiguous."""
+        assert matrix.is_cpu and matrix.is_contiguous(), "rows follow each other in the memory of the host"  # noqa: PT018
+        return RowTable.stored(KINDS[matrix.dtype], matrix.shape, matrix.data_ptr(), matrix)
 
     @staticmethod
     def cat(tables: Sequence[RowTable]) -> RowTable:
