@@ -11,6 +11,7 @@ RoPE is linear, so the change of a rotated key is the rotated change.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -23,8 +24,8 @@ from cacheblend_kernels.triton_backend.checks import (
     check,
     check_cache,
     check_device,
+    check_heads,
     check_rope,
-    check_rows_of,
     check_tensor,
     device_guard,
     once,
@@ -253,7 +254,7 @@ def move_stale_kernel(
         cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + table, mask=mask, other=0.0)
         y1, y2 = rotate(acc1, acc2, cos, sin)
-        x1, x2 = halves_of(k_ptr, k_scale_ptr, slots[:, None], head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        x1, x2 = halves_of(k_ptr, k_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
         factor = 1.0
         if k_scale_ptr is not None:
             factor = 1.0 / tl.load(k_scale_ptr + head)
@@ -268,7 +269,7 @@ def move_stale_kernel(
             share = tl.minimum(tl.load(sizes_ptr + rows, mask=real, other=0.0) / mean, 1.0)[:, None]
             acc1 *= share
             acc2 *= share
-        x1, x2 = halves_of(v_ptr, v_scale_ptr, slots[:, None], head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        x1, x2 = halves_of(v_ptr, v_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
         factor = 1.0
         if v_scale_ptr is not None:
             factor = 1.0 / tl.load(v_scale_ptr + head)
@@ -300,7 +301,7 @@ def correct_stale(
     w = kept[of_shape]
     pool = pool_bits(cache.k), pool_bits(cache.v), cache.k_scale, cache.v_scale, *rotation, rows.slots
     of_head = {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "BLOCK_HALF": max(16, padded(head_dim // 2))}
-    heads, (tile_rows, tile_known, tile_channels) = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
+    heads, tiles = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
     known_tiles = stride // BLOCK
     with device_guard(k):
         chunk_spread_kernel[(num_chunks, 2 * num_kv_heads)](
@@ -309,7 +310,7 @@ def correct_stale(
             w.mean,
             w.spread,
             **of_head,
-            BLOCK_ROWS=tile_rows,
+            BLOCK_ROWS=tiles.spread,
             num_warps=8,
         )
         standardise_kernel[(num_chunks, rows.longest)](
@@ -324,7 +325,7 @@ def correct_stale(
         covariance_kernel[(num_chunks, known_tiles, -(-rows.longest // BLOCK))](
             w.points, w.norms, rows.starts, rows.known, rows.known_starts, w.covariance,
             rows.longest, prior.of_chunk, prior.of_near, *prior.lengths,
-            WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tile_channels, num_warps=4,
+            WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tiles.channels, num_warps=4,
         )  # fmt: skip
         inverse_kernel[(num_chunks,)](
             w.covariance, w.change_sizes, rows.starts, rows.known, rows.known_starts, w.inverse,
@@ -334,9 +335,9 @@ def correct_stale(
             w.inverse, w.change, common, rows.known_starts, w.weights, stride, 1 - prior.common,
             K_WIDTH=width, BLOCK_M=BLOCK, BLOCK_W=BLOCK, num_warps=4,
         )  # fmt: skip
-        move_stale_kernel[(num_chunks, -(-rows.longest // tile_rows), 2 * num_kv_heads)](
+        move_stale_kernel[(num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads)](
             w.covariance, w.weights, *pool, rows.starts, rows.known_starts, w.sizes, rows.longest,
-            **of_head, BLOCK_M=tile_known, BLOCK_N=tile_rows, DAMPED=damped, num_warps=4,
+            **of_head, BLOCK_M=tiles.known, BLOCK_N=tiles.moved, DAMPED=damped, num_warps=4,
         )  # fmt: skip
 
 
@@ -377,18 +378,34 @@ class Workspace:
         )
 
 
-def tiles_of(head_dim: int, element_size: int) -> tuple[int, int, int]:
-    """Return how many rows, recomputed rows and channels of a tile fit the registers."""
-    return 64 if head_dim <= 128 else 16, 32 if head_dim <= 256 else 16, 16 if element_size == 4 else 64
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes that keep all values in registers."""
+
+    spread: int  # rows of `chunk_spread_kernel`
+    channels: int  # of `covariance_kernel`
+    moved: int  # rows of `move_stale_kernel`
+    known: int  # recomputed rows of `move_stale_kernel`
+
+
+@cache
+def tiles_of(head_dim: int, element_size: int) -> Tiles:
+    narrow = head_dim <= 128
+    return Tiles(
+        64 if narrow else 16, 16 if element_size == 4 else 64, 64 if narrow else 16, 32 if head_dim <= 256 else 16
+    )
 
 
 @once
 def _check(k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, cos: Tensor, sin: Tensor) -> None:
     check_cache(cache)
-    check_rows_of(cache, k, v)
+    check_heads("k", k)
+    check_heads("v", v)
+    held = tuple(cache.k.shape[2:])
     check(len(k) == len(rows.known), f"{len(k)} rows, {len(rows.known)} known")
+    check(k.shape == v.shape and tuple(k.shape[1:]) == held, f"rows of {list(k.shape[1:])}, slots of {list(held)}")
     num_rows, num_known, num_chunks = len(rows.slots), len(rows.known), len(rows.starts) - 1
-    check_rope(cos, sin, num_rows, k.shape[2])
+    check_rope(cos, sin, num_rows, held[1])
     check_tensor("slots", rows.slots, (num_rows,), torch.int64)
     check_tensor("starts", rows.starts, (num_chunks + 1,), torch.int32)
     check_tensor("known", rows.known, (num_known,), torch.int32)

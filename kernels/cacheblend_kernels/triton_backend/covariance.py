@@ -14,21 +14,21 @@ from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
 
 @triton.jit
-def halves_of(pool_ptr, scale_ptr, slots, heads, dims, mask, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return both halves of one head of slots [N, 1], or of heads [N, 1] of one slot, fp32 [N, BLOCK_HALF]."""
-    at = slots * (NUM_KV_HEADS * HEAD_DIM) + heads * HEAD_DIM + dims[None, :]
+def halves_of(pool_ptr, scale_ptr, slots, head, dims, mask, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return both halves of a head of slots [N], fp32 [N, BLOCK_HALF]."""
+    at = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
     x1 = tl.load(pool_ptr + at, mask=mask, other=0)
     x2 = tl.load(pool_ptr + at + HEAD_DIM // 2, mask=mask, other=0)
     if scale_ptr is not None:
-        factor = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)
+        factor = tl.load(scale_ptr + head)
         return e4m3_to_fp32(x1) * factor, e4m3_to_fp32(x2) * factor
     return x1.to(tl.float32), x2.to(tl.float32)
 
 
 @triton.jit
 def _unrotate(x1, x2, cos_ptr, sin_ptr, rows, dims, mask, HEAD_DIM: tl.constexpr):
-    """Return both halves of K before RoPE. rows: [N, 1], or one row. cos and sin may be scaled (attention factor)."""
-    at = rows * HEAD_DIM + dims[None, :]
+    """Return both halves of K before RoPE. cos and sin may be scaled by RoPE's attention factor."""
+    at = rows[:, None] * HEAD_DIM + dims[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=1.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
     square = cos * cos + sin * sin
@@ -66,10 +66,12 @@ def chunk_spread_kernel(
     sum1 = tl.zeros([BLOCK_HALF], dtype=tl.float32)
     sum2 = tl.zeros([BLOCK_HALF], dtype=tl.float32)
     squares = tl.zeros([BLOCK_HALF], dtype=tl.float32)
-    slot = tl.load(slots_ptr + first)[:, None]
+    base1 = tl.zeros([1, BLOCK_HALF], dtype=tl.float32)
+    base2 = tl.zeros([1, BLOCK_HALF], dtype=tl.float32)
+    slot = tl.load(slots_ptr + first)
     if part < NUM_KV_HEADS:
         base1, base2 = halves_of(k_ptr, k_scale_ptr, slot, head, dims, in_half[None, :], NUM_KV_HEADS, HEAD_DIM)
-        base1, base2 = _unrotate(base1, base2, cos_ptr, sin_ptr, first[:, None], dims, in_half[None, :], HEAD_DIM)
+        base1, base2 = _unrotate(base1, base2, cos_ptr, sin_ptr, first, dims, in_half[None, :], HEAD_DIM)
     else:
         base1, base2 = halves_of(v_ptr, v_scale_ptr, slot, head, dims, in_half[None, :], NUM_KV_HEADS, HEAD_DIM)
     for start in range(begin, end, BLOCK_ROWS):
@@ -77,10 +79,10 @@ def chunk_spread_kernel(
         mask = (rows < end)[:, None] & in_half[None, :]
         slots = tl.load(slots_ptr + rows, mask=rows < end, other=0)
         if part < NUM_KV_HEADS:
-            x1, x2 = halves_of(k_ptr, k_scale_ptr, slots[:, None], head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
-            x1, x2 = _unrotate(x1, x2, cos_ptr, sin_ptr, rows[:, None], dims, mask, HEAD_DIM)
+            x1, x2 = halves_of(k_ptr, k_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            x1, x2 = _unrotate(x1, x2, cos_ptr, sin_ptr, rows, dims, mask, HEAD_DIM)
         else:
-            x1, x2 = halves_of(v_ptr, v_scale_ptr, slots[:, None], head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            x1, x2 = halves_of(v_ptr, v_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
         x1 = tl.where(mask, x1 - base1, 0.0)
         x2 = tl.where(mask, x2 - base2, 0.0)
         sum1 += tl.sum(x1, 0)
@@ -94,6 +96,28 @@ def chunk_spread_kernel(
     tl.store(mean_ptr + at + HEAD_DIM // 2, mean2 + tl.sum(base2, 0), mask=in_half)
     spread = tl.sum(squares / count - mean1 * mean1 - mean2 * mean2, 0)
     tl.store(spread_ptr + chunk * 2 * NUM_KV_HEADS + part, tl.maximum(spread, 0.0))
+
+
+@triton.jit
+def _row(pool_ptr, scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return both halves of all heads of one slot, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
+    at = slot * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    x1 = tl.load(pool_ptr + at, mask=mask, other=0)
+    x2 = tl.load(pool_ptr + at + HEAD_DIM // 2, mask=mask, other=0)
+    if scale_ptr is not None:
+        factor = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
+        return e4m3_to_fp32(x1) * factor, e4m3_to_fp32(x2) * factor
+    return x1.to(tl.float32), x2.to(tl.float32)
+
+
+@triton.jit
+def _unrotate_row(x1, x2, cos_ptr, sin_ptr, row, dims, HEAD_DIM: tl.constexpr):
+    """Return both halves of all heads of one row's K before RoPE."""
+    in_half = dims < HEAD_DIM // 2
+    cos = tl.load(cos_ptr + row * HEAD_DIM + dims, mask=in_half, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + row * HEAD_DIM + dims, mask=in_half, other=0.0)[None, :]
+    square = cos * cos + sin * sin
+    return rotate(x1, x2, cos / square, -sin / square)
 
 
 @triton.jit
@@ -125,18 +149,17 @@ def standardise_kernel(
     slot = tl.load(slots_ptr + row)
     heads = tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_HALF)
-    in_half = (dims < HEAD_DIM // 2)[None, :]
-    mask = (heads < NUM_KV_HEADS)[:, None] & in_half
+    mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
     norm = 0.0
     for which in tl.static_range(2):
         part = chunk * 2 + which
         spread = tl.load(spread_ptr + part * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)
         factor = 1.0 / tl.sqrt(tl.maximum(tl.sum(spread, 0), 1e-30))
         if which == 0:
-            x1, x2 = halves_of(k_ptr, k_scale_ptr, slot, heads[:, None], dims, mask, NUM_KV_HEADS, HEAD_DIM)
-            x1, x2 = _unrotate(x1, x2, cos_ptr, sin_ptr, row, dims, in_half, HEAD_DIM)
+            x1, x2 = _row(k_ptr, k_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            x1, x2 = _unrotate_row(x1, x2, cos_ptr, sin_ptr, row, dims, HEAD_DIM)
         else:
-            x1, x2 = halves_of(v_ptr, v_scale_ptr, slot, heads[:, None], dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            x1, x2 = _row(v_ptr, v_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
             size = tl.sum(tl.sum(x1 * x1 + x2 * x2, 1), 0)
             tl.store(sizes_ptr + row, tl.sqrt(size))
         at = heads[:, None] * HEAD_DIM + dims[None, :]
@@ -181,17 +204,16 @@ def change_kernel(
     slot = tl.load(slots_ptr + row)
     heads = tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_HALF)
-    in_half = (dims < HEAD_DIM // 2)[None, :]
-    mask = (heads < NUM_KV_HEADS)[:, None] & in_half
+    mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
     at = heads[:, None] * HEAD_DIM + dims[None, :]
     size = 0.0
     for which in tl.static_range(2):
         if which == 0:
-            old1, old2 = halves_of(k_ptr, k_scale_ptr, slot, heads[:, None], dims, mask, NUM_KV_HEADS, HEAD_DIM)
-            old1, old2 = _unrotate(old1, old2, cos_ptr, sin_ptr, row, dims, in_half, HEAD_DIM)
+            old1, old2 = _row(k_ptr, k_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            old1, old2 = _unrotate_row(old1, old2, cos_ptr, sin_ptr, row, dims, HEAD_DIM)
             fresh = fresh_k_ptr + number * k_stride + at
         else:
-            old1, old2 = halves_of(v_ptr, v_scale_ptr, slot, heads[:, None], dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            old1, old2 = _row(v_ptr, v_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
             fresh = fresh_v_ptr + number * v_stride + at
         x1 = tl.load(fresh, mask=mask, other=0.0).to(tl.float32) - old1
         x2 = tl.load(fresh + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32) - old2
