@@ -166,7 +166,7 @@ class TieredSource:
             if head.num_bytes != chunk.layout.head_bytes or any(
                 getattr(head.manifest, name) != getattr(wanted, name) for name in fields
             ):
-                raise BadBlob("its object has other tokens or is from another model", key=wanted.key)
+                raise BadBlob("its object has other tokens or is from another model")
             chunk.head = head
         return chunk.head
 

@@ -1,4 +1,5 @@
 """Public names of the package, apart from upkeep's. `cacheblend_store` gives them on first use."""
+# ruff: noqa: F401
 
 from cacheblend_store.errors import (
     AmbiguousId,
@@ -30,10 +31,3 @@ from cacheblend_store.format.records import (
 )  # fmt: skip
 from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.store import ChunkStore, StoreReader
-
-__all__ = [
-    "COLLECTION", "FORMAT_VERSION", "NOWHERE", "AmbiguousId", "BadBlob", "ChunkManifest", "ChunkNotFound", "ChunkStore",
-    "CodecError", "DocumentChunk", "DocumentRecord", "DocumentSummary", "KeyParts", "Locator", "Memo", "StoreCorrupt",
-    "StoreError", "StoreFormat", "StoreFull", "StoreIOError", "StoreLocked", "StoreNoSpace", "StoreNotFound",
-    "StorePermission", "StoreReader", "TierError", "TierNotFound", "TierUsage", "chunk_key", "collection_id",
-]  # fmt: skip

@@ -49,14 +49,12 @@ class StorePermission(StoreError):
 
 
 class BadBlob(StoreError):
-    """A blob or manifest does not match its digest or shape. The chunk counts as a cache miss. key, layer: the record,
-    if known (layer None = the manifest). reason: the cause, without the name of the record."""
+    """A blob or record does not match its digest or shape. A chunk then counts as a cache miss. layer: of the blob,
+    None for a record."""
 
-    def __init__(
-        self, message: str, hint: str | None = None, *, key: bytes = b"", layer: int | None = None, reason: str = ""
-    ) -> None:
+    def __init__(self, message: str, hint: str | None = None, *, layer: int | None = None) -> None:
         super().__init__(message, hint)
-        self.key, self.layer, self.reason = key, layer, reason or message
+        self.layer = layer
 
 
 class CodecError(StoreError):
@@ -86,10 +84,6 @@ class ChunkNotFound(StoreError):
 
 
 class AmbiguousId(StoreError):
-    """Several chunk ids begin with the prefix. candidates: some of these ids."""
+    """Several chunk ids begin with the prefix."""
 
     exit_code = 3
-
-    def __init__(self, message: str, hint: str | None = None, *, candidates: tuple[str, ...] = ()) -> None:
-        super().__init__(message, hint)
-        self.candidates = candidates

@@ -201,4 +201,4 @@ class StoreReader:
 
 
 def bad_blob(manifest: ChunkManifest, layer: int, reason: str) -> BadBlob:
-    return BadBlob(f"layer {layer} of chunk {manifest.id[:12]} {reason}", key=manifest.key, layer=layer, reason=reason)
+    return BadBlob(f"layer {layer} of chunk {manifest.id[:12]} {reason}", layer=layer)

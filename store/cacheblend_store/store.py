@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StoreFull, StoreNoSpace, StorePermission
 from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
+from cacheblend_store.format.records import Blob, ChunkManifest, DocumentRecord, Memo
 from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.lmdb_file.directory import TREE_BYTES, check_directory, check_space, keep_reserve, use_reserve
 from cacheblend_store.lmdb_file.environment import Environment, acquire, release
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
-from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
+from cacheblend_store.writer import PutStatus, StoreWriter
 
 if TYPE_CHECKING:
     from cacheblend_store.tier.shared import SharedTier
@@ -179,8 +180,7 @@ class ChunkStore:
 
     def has_chunk(self, key: bytes) -> bool:
         """Return whether the chunk is stored undamaged, with or without KV."""
-        with self.read() as reader:
-            return reader.undamaged(key) is not None
+        return self.undamaged(key) is not None
 
     def has_kv(self, key: bytes) -> bool:
         """Return whether an undamaged manifest says that the chunk has KV. Blobs are not checked."""
@@ -206,7 +206,6 @@ class ChunkStore:
             raise AmbiguousId(
                 f"{prefix} begins more than one chunk id: {', '.join(i[: len(text) + 6] for i in found)}",
                 "write more digits of the one you mean",
-                candidates=tuple(found),
             )
         return bytes.fromhex(found[0])
 
@@ -256,14 +255,13 @@ class ChunkStore:
         A chunk that was stored without KV is "new". If the quota is exceeded, KV of the least recently used chunks is
         evicted, except for these chunks and the keys in `keep`.
         """
-        given = list(chunks)
-        num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
+        given = [(records.with_digests(manifest, blobs), blobs) for manifest, blobs in chunks]
+        num_bytes = sum(manifest.num_bytes for manifest, _ in given)
 
         def make_room(most: int | None, writer: StoreWriter, spare: int = 0) -> bool:
             if not writer.state.max_bytes:
                 return True
-            whole = [with_digests(*chunk) for chunk in given]
-            sizes = {m.key: m.num_bytes + len(records.encode_manifest(m)) for m in whole}
+            sizes = {m.key: m.num_bytes + len(records.encode_manifest(m)) for m, _ in given}
             needed = sum(sizes.values()) - sum(map(writer.size_of, sizes))
             return writer.make_room(needed + spare, sizes, keep, most=most)
 
@@ -405,7 +403,7 @@ class ChunkStore:
         self.flush_touches()
 
         def change(most: int, writer: StoreWriter) -> bool:
-            writer.set_max_bytes(max_bytes)
+            writer.state = replace(writer.state, max_bytes=max_bytes)
             with suppress(StoreFull):
                 return writer.make_room(0, most=most)
             return True

@@ -12,13 +12,13 @@ from cacheblend_store.errors import StoreFull
 from cacheblend_store.format import records
 from cacheblend_store.format.changes import LOG, Changes, append
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord
+from cacheblend_store.format.records import Blob, ChunkManifest, DocumentRecord
+from cacheblend_store.format.records import with_digests as with_digests
 from cacheblend_store.format.summaries import STAMP, SUMMARY_KEYS, DocumentSummary, encode_summary, stamp, stamped
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import COUNTED, count_bytes, read_state, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]
-Blob = bytes | bytearray | memoryview
 
 
 class StoreWriter:
@@ -55,9 +55,6 @@ class StoreWriter:
     def used_bytes(self) -> int:
         """Bytes of blobs, chunk records and document records, which count against the quota."""
         return sum(self._num_bytes.values())
-
-    def set_max_bytes(self, max_bytes: int) -> None:
-        self.state = replace(self.state, max_bytes=max_bytes)
 
     def changed(self, *, chunk: bytes | None = None, document: bytes | None = None) -> None:
         """Increase the generation after a chunk or document record was added, removed or replaced. Without a key the
@@ -120,20 +117,17 @@ class StoreWriter:
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob], used_s: float) -> PutStatus:
-        """Store a chunk: the manifest, with sizes and digests filled in, and one blob per layer. used_s: time of last
-        use, seconds since the epoch. The earliest is evicted first."""
-        whole, record = with_digests(manifest, blobs), self.get("chunks", manifest.key)
-        is_text = record is not None and records.is_text_of(manifest, record)
-        old = None if is_text else self.manifest(manifest.key)
-        if old is not None and old.token_ids == manifest.token_ids:
-            if old.has_kv and self._holds(whole):
-                return "unchanged"
-            is_text = not old.has_kv
+        """Store a chunk: the manifest, with sizes and digests, and one blob per layer. used_s: time of last use,
+        seconds since the epoch. The earliest is evicted first."""
+        record, old = self.get("chunks", manifest.key), self.manifest(manifest.key)
+        same = old if old is not None and old.token_ids == manifest.token_ids else None
+        if same is not None and same.has_kv and self._holds(manifest):
+            return "unchanged"
         for layer, blob in enumerate(blobs):  # overwrites all old blobs, because a key implies the number of layers
             self.put("blobs", blob_key(manifest.key, layer), blob)
-        self.put("chunks", manifest.key, records.encode_manifest(whole))
+        self.put("chunks", manifest.key, records.encode_manifest(manifest))
         self.put("lru", manifest.key, records.use_record(manifest.key, used_s))
-        if is_text:
+        if same is not None and not same.has_kv:
             return "new"  # the set of chunks is unchanged: no new generation
         self.changed(chunk=manifest.key)
         return "replaced" if record is not None else "new"
@@ -334,10 +328,3 @@ class StoreWriter:
     def recount(self) -> None:
         """Recount the bytes of blobs and records at the commit that this transaction started from."""
         self._num_bytes = {database: count_bytes(self._pages, database) for database in self._num_bytes}
-
-
-def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
-    """Return the manifest with the sizes and digests of its blobs."""
-    assert len(blobs) == manifest.num_blobs
-    digests = tuple(records.blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
-    return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)

@@ -428,9 +428,8 @@ def test_layers_of_several_chunks_are_copied_at_once_and_checked(
             txn.put(
                 blob_key(manifests[1].key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"]
             )
-        with store.read() as reader, pytest.raises(BadBlob) as damaged:
+        with store.read() as reader, pytest.raises(BadBlob, match=manifests[1].id[:12]):
             reader.copies(manifests, range(LAYERS), places)(1, memoryview(bytearray(size)))
-        assert damaged.value.key == manifests[1].key
     with bare_writing(store) as (txn, dbs):
         txn.delete(blob_key(manifests[2].key, 0), db=dbs["blobs"])
     with store.read() as reader, pytest.raises(BadBlob, match="is missing"):

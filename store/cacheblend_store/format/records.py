@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import xxhash
-from msgspec import DecodeError, Meta, Struct
+from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
 from cacheblend_store.errors import BadBlob, StoreError
@@ -20,6 +20,7 @@ from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, du
 
 T = TypeVar("T")
 R = TypeVar("R")
+Blob = bytes | bytearray | memoryview
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 8 << 20  # about 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -213,30 +214,18 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
 class _Outline(Struct):
     """The part of an encoded manifest that tells whether it has KV."""
 
-    token_ids: bytes
     blob_sizes: list[int]
 
 
 _decoder = Decoder(_Outline)
 
 
-def _outline(key: bytes, value: bytes) -> _Outline | None:
-    with suppress(BadBlob, DecodeError, ValueError):
-        return _decoder.decode(unseal(key, value))
-    return None
-
-
-def is_text_of(manifest: ChunkManifest, value: bytes) -> bool:
-    """Return whether an encoded manifest describes this chunk without KV. It is decoded only partially. False if it
-    cannot be decoded; `decode_manifest` then gives the reason."""
-    found = _outline(manifest.key, value)
-    return found is not None and not any(found.blob_sizes) and found.token_ids == pack_ids(manifest.token_ids)
-
-
 def has_blobs(key: bytes, value: bytes) -> bool:
-    """Return whether an encoded manifest says that the chunk has KV. False if the record is damaged."""
-    found = _outline(key, value)
-    return found is not None and any(found.blob_sizes)
+    """Return whether an encoded manifest says that the chunk has KV. It is decoded only partially. False if the record
+    is damaged."""
+    with suppress(BadBlob, ValueError):
+        return any(_decoder.decode(unseal(key, value)).blob_sizes)
+    return False
 
 
 def undamaged(decode: Callable[[bytes, T], R], key: bytes, value: T | None) -> R | None:
@@ -275,7 +264,14 @@ def memo_key(kind: str, name: str) -> bytes:
     return MEMO_KEYS + xxhash.xxh3_128_digest(f"{kind}\0{name}".encode("utf-8", "surrogatepass"))
 
 
-def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray | memoryview) -> bytes:
+def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
+    """Return the manifest with the sizes and digests of its blobs."""
+    assert len(blobs) == manifest.num_blobs
+    digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
+    return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)
+
+
+def blob_digest(key: bytes, layer: int, num_tokens: int, blob: Blob) -> bytes:
     """Return the xxh3-128 digest of a blob, bound to its chunk, layer and token count."""
     digest = blob_hasher(key, layer, num_tokens)
     digest.update(blob)

@@ -101,9 +101,9 @@ class Head:
         if self._cipher is not None:
             data = self._cipher.open(self._salt, layer + 1, data, _about(chunk, layer))
         if bytes(data[: len(prefix := blob_prefix(records.layer_spec(chunk, layer)))]) != prefix:
-            raise BadBlob(f"layer {layer} has a header that does not match its tensors", key=chunk.key, layer=layer)
+            raise BadBlob(f"layer {layer} has a header that does not match its tensors")
         if records.blob_digest(chunk.key, layer, chunk.num_tokens, data) != chunk.blob_digests[layer]:
-            raise BadBlob(f"layer {layer} does not match its digest", key=chunk.key, layer=layer)
+            raise BadBlob(f"layer {layer} does not match its digest")
         return data
 
 

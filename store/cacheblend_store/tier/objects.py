@@ -135,14 +135,12 @@ class Tier:
         """Decode the head of a chunk's object. Raises BadBlob if it is damaged or belongs to another chunk."""
         head = layout.decode_head(data, name, self._cipher)
         if self.name(head.manifest.collection, head.manifest.key) != name:
-            raise BadBlob("its object belongs to another chunk", key=head.manifest.key)
+            raise BadBlob("its object belongs to another chunk")
         return head
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> int:
         """Write a chunk with one blob per layer, replacing an existing object. Return the size of the object."""
-        digests = tuple(records.blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
-        whole = replace(manifest, blob_sizes=tuple(map(len, blobs)), blob_digests=digests)
-        name = self.name(manifest.collection, manifest.key)
+        whole, name = records.with_digests(manifest, blobs), self.name(manifest.collection, manifest.key)
         return self._put(name, layout.encode_chunk(whole, blobs, name, self._cipher))
 
     def get_chunk(self, name: str, size: int) -> tuple[ChunkManifest, list[bytes]]:
@@ -153,7 +151,7 @@ class Tier:
         head = self.head(name, data)
         layout = self.layout(head.manifest, size)
         if layout.head_bytes != head.num_bytes:
-            raise BadBlob("the size of its object does not match its manifest", key=head.manifest.key)
+            raise BadBlob("the size of its object does not match its manifest")
         blobs = [head.layer(i, data[layout.layer(i)]) for i in range(layout.num_layers)]
         return head.manifest, [bytes(blob) for blob in blobs]
 
