@@ -1,8 +1,8 @@
 """Byte format of a tier's objects.
 
-An object consists of HEAD, the key, the manifest (sealed as in the store) and, for a chunk, one blob per layer in the
-store's encoding. The chunk's shape determines the size of each layer, so the size of the object tells where each layer
-is. With a cipher, the manifest and each layer are encrypted separately.
+An object consists of HEAD, a body and, for a chunk, one blob per layer in the store's encoding. The body of a chunk is
+its key and manifest (sealed as in the store). Its shape determines the size of each layer, so the size of the object
+tells where each layer is. With a cipher, the body and each layer are encrypted separately.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import msgspec
-
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format import records
 from cacheblend_store.format.blobs import CODECS, blob_prefix, blob_size
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.tier.cipher import SALT_BYTES, TAG_BYTES, Cipher
 
 VERSION = 1
 MAGIC = b"CBLENDKV"
-HEAD = struct.Struct(f"<8sHHI{SALT_BYTES}s")  # magic, version, 1 if encrypted, bytes of the manifest, salt
+HEAD = struct.Struct(f"<8sHHI{SALT_BYTES}s")  # magic, version, 1 if encrypted, bytes of the body, salt
 GROUP_BYTES = 4 << 20
 WHOLE_BYTES = 8 << 20
 MAX_LAYERS = 1024
-MAX_COLLECTION_BYTES = 1 << 20
 
 
 class DocumentBundle(NamedTuple):
@@ -125,32 +122,14 @@ def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> Head:
     return Head(manifest, cipher, salt, num_bytes)
 
 
-def encode_bundle(parts: tuple[bytes, bytes, list[bytes]], name: str, cipher: Cipher | None) -> bytes:
-    """Return the object of a document. parts: its record, the prefix key, and for each chunk its key + record."""
-    return _encode_head(records.seal(name.encode(), msgspec.msgpack.encode(parts)), _salt(cipher), name, cipher)
+def encode_body(body: bytes, name: str, cipher: Cipher | None) -> bytes:
+    """Return an object without layers."""
+    return _encode_head(body, _salt(cipher), name, cipher)
 
 
-def decode_bundle(data: memoryview, name: str, cipher: Cipher | None) -> tuple[bytes, bytes, list[bytes]]:
-    """Invert `encode_bundle`. Raises BadBlob."""
-    body, _, _ = _decode_head(data, name, cipher, records.MAX_DOCUMENT_BYTES)
-    try:
-        return msgspec.msgpack.decode(records.unseal(name.encode(), body), type=tuple[bytes, bytes, list[bytes]])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadBlob(f"the document cannot be decoded: {error}") from error
-
-
-def encode_collection(memo: Memo, name: str, cipher: Cipher | None) -> bytes:
-    """Return the object of a collection's memo."""
-    return _encode_head(records.encode_memo(memo), _salt(cipher), name, cipher)
-
-
-def decode_collection(data: memoryview, collection: str, name: str, cipher: Cipher | None) -> Memo:
-    """Return the memo. Raises BadBlob if it is damaged or belongs to another collection."""
-    body, _, _ = _decode_head(data, name, cipher, MAX_COLLECTION_BYTES)
-    memo = records.decode_memo(records.memo_key(records.COLLECTION, collection), body)
-    if (memo.kind, memo.name) != (records.COLLECTION, collection):
-        raise BadBlob("its object is another collection's")
-    return memo
+def decode_body(data: memoryview, name: str, cipher: Cipher | None, most: int) -> bytes:
+    """Return the body of an object without layers. most: bytes it may have. Raises BadBlob."""
+    return _decode_head(data, name, cipher, most)[0]
 
 
 def _salt(cipher: Cipher | None) -> bytes:

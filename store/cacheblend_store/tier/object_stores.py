@@ -51,26 +51,24 @@ class _Obstore:
     """An object store of obstore."""
 
     def __init__(self, store: Any) -> None:
-        import obstore
-
-        self._store, self._api = store, obstore
+        self._store = store
 
     def size(self, name: str) -> int:
-        return int(self._api.head(self._store, name)["size"])
+        return int(self._store.head(name)["size"])
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> memoryview:
         if end is None:
-            return memoryview(self._api.get(self._store, name).bytes())
-        return memoryview(self._api.get_range(self._store, name, start=start, end=end))
+            return memoryview(self._store.get(name).bytes())
+        return memoryview(self._store.get_range(name, start=start, end=end))
 
     def put(self, name: str, data: bytes) -> None:
-        self._api.put(self._store, name, data)
+        self._store.put(name, data)
 
     def delete(self, names: Sequence[str]) -> None:
-        self._api.delete(self._store, list(names))
+        self._store.delete(names)
 
     def list(self, prefix: str, at_a_time: int) -> Iterator[TierObject]:
-        for page in self._api.list(self._store, prefix=prefix, chunk_size=at_a_time):
+        for page in self._store.list(prefix=prefix, chunk_size=at_a_time):
             for meta in page:
                 yield TierObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
 
@@ -155,9 +153,4 @@ def _line(error: Exception) -> str:
         code = re.search(r"<Code>(\w+)</Code>", body)
         text += code[1] if code else xml + body
     line = (text.strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\S+", lambda word: _without_query(word[0]), line)[:300]
-
-
-def _without_query(url: str) -> str:
-    scheme, colon, rest = url.partition("://")
-    return scheme + colon + rest.partition("?")[0] if colon else url
+    return re.sub(r"://\S+", lambda rest: rest[0].partition("?")[0], line)[:300]

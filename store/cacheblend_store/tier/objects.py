@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from cacheblend_store.errors import BadBlob, StoreFormat, TierError, TierNotFound, TierUsage
 from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
@@ -20,9 +22,12 @@ from cacheblend_store.tier.layout import DocumentBundle, Head, ObjectLayout
 from cacheblend_store.tier.object_stores import ObjectStore, TierObject, check_url, errors_of, open_objects
 
 MAX_CHUNK_BYTES = 16 << 30
+MAX_COLLECTION_BYTES = 1 << 20
 _ROOT, _DOCUMENTS, _COLLECTION, _MARKER = f"v{layout.VERSION}", "documents", "collection", "cacheblend-tier.json"
 _PIECE_BYTES = 8 << 20  # bytes per request, so that the timeout does not depend on the object size
 _LISTED = 1000  # objects per listing request
+_Parts = tuple[bytes, bytes, list[bytes]]
+"""Of a document's object: key and record, the key of the prompt's prefix, and key and manifest of each chunk."""
 _NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
 
 
@@ -166,14 +171,17 @@ class Tier:
         record = bundle.record
         name = self._document_name(record.collection, record.key)
         texts = [m.key + records.encode_manifest(m.without_kv()) for m in bundle.texts]
-        parts = record.key + records.encode_document(record), bundle.prefix_key, texts
-        self._put(name, layout.encode_bundle(parts, name, self._cipher))
+        parts: _Parts = (record.key + records.encode_document(record), bundle.prefix_key, texts)
+        body = records.seal(name.encode(), msgspec.msgpack.encode(parts))
+        self._put(name, layout.encode_body(body, name, self._cipher))
 
     def get_document(self, name: str, size: int) -> DocumentBundle:
         """Return the document of an object from `documents`, checked. Raises BadBlob."""
         if size > records.MAX_DOCUMENT_BYTES:
             raise BadBlob(f"a document of {size:,} bytes")
-        raw, prefix_key, texts = layout.decode_bundle(self.read(name, 0, size), name, self._cipher)
+        body = layout.decode_body(self.read(name, 0, size), name, self._cipher, records.MAX_DOCUMENT_BYTES)
+        with records.readable("the document"):
+            raw, prefix_key, texts = msgspec.msgpack.decode(records.unseal(name.encode(), body), type=_Parts)
         record = records.decode_document(raw[: records.DIGEST_BYTES], raw[records.DIGEST_BYTES :])
         manifests = tuple(
             replace(records.decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]), blob_digests=()).without_kv()
@@ -193,16 +201,20 @@ class Tier:
     def put_collection(self, memo: Memo) -> None:
         """Write a collection's memo, replacing an existing object."""
         name = self._collection_name(memo.name)
-        self._put(name, layout.encode_collection(memo, name, self._cipher))
+        self._put(name, layout.encode_body(records.encode_memo(memo), name, self._cipher))
 
     def get_collection(self, collection: str) -> Memo | None:
         """Return a collection's memo, checked; None if it does not exist. Raises BadBlob."""
         name = self._collection_name(collection)
         if (size := self.size(name)) is None:
             return None
-        if size > 2 * layout.MAX_COLLECTION_BYTES:
+        if size > 2 * MAX_COLLECTION_BYTES:
             raise BadBlob(f"a collection's record of {size:,} bytes")
-        return layout.decode_collection(self.read(name, 0, size), collection, name, self._cipher)
+        body = layout.decode_body(self.read(name, 0, size), name, self._cipher, MAX_COLLECTION_BYTES)
+        memo = records.decode_memo(records.memo_key(records.COLLECTION, collection), body)
+        if (memo.kind, memo.name) != (records.COLLECTION, collection):
+            raise BadBlob("its object is another collection's")
+        return memo
 
     def _collection_name(self, collection: str) -> str:
         return f"{self._folder(collection)}/{_COLLECTION}"

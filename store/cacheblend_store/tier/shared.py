@@ -6,7 +6,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -57,12 +56,11 @@ class SharedTier:
         self.latency_s = self.bytes_per_s = 0.0
         self._counts = TierCounts()
         self._readers, self._writers = Threads(READERS, "tier-read"), Threads(WRITERS, "tier-write")
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._load: LoadChunk | None = None
         self._load_collection: LoadCollection = lambda collection: None
         self._collections = set[str]()  # collections that were uploaded
-        self._waiting = deque[bytes]()
-        self._writing = 0
+        self._puts = set[Future[None]]()  # uploads that have not ended
         self._known, self._refused = set[bytes](), set[bytes]()  # keys in the tier; keys of objects to replace
         self._in_row, self._rests_until = 0, 0.0
         self._said = set[str]()
@@ -70,7 +68,7 @@ class SharedTier:
 
     @property
     def counts(self) -> TierCounts:
-        with self._changed:
+        with self._lock:
             return replace(self._counts)
 
     @property
@@ -115,7 +113,7 @@ class SharedTier:
                 self.refuse(key, error)
             except StoreError:
                 pass  # `_request` counted it
-        with self._changed:
+        with self._lock:
             self._counts.hits += len(found)
             self._counts.misses += len(wanted) - len(found)
             self._counts.late += late
@@ -135,15 +133,16 @@ class SharedTier:
 
     def read(self, chunk: ChunkManifest, start: int, end: int) -> Future[memoryview]:
         """Read bytes of a chunk's object, in a thread. The result raises StoreError."""
-        return self._readers.submit(lambda: self._read(chunk, start, end))
 
-    def _read(self, chunk: ChunkManifest, start: int, end: int) -> memoryview:
-        begun = time.perf_counter()
-        data = self._request(lambda: self.tier.read(self._name(chunk), start, end))
-        with self._changed:
-            self._counts.read_bytes += end - start
-            self._counts.read_s += time.perf_counter() - begun
-        return data
+        def read() -> memoryview:
+            begun = time.perf_counter()
+            data = self._request(lambda: self.tier.read(self._name(chunk), start, end))
+            with self._lock:
+                self._counts.read_bytes += end - start
+                self._counts.read_s += time.perf_counter() - begun
+            return data
+
+        return self._readers.submit(read)
 
     def measured(self, num_bytes: int, seconds: float) -> None:
         """Record the time of concurrent reads of num_bytes bytes."""
@@ -152,7 +151,7 @@ class SharedTier:
 
     def refuse(self, key: bytes, error: StoreError) -> None:
         """Ignore this object, because it is damaged or belongs to another chunk. The next put replaces it."""
-        with self._changed:
+        with self._lock:
             self._counts.refused += 1
             self._refused.add(key)
             self._known.discard(key)
@@ -170,19 +169,17 @@ class SharedTier:
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Upload chunks of the store in the background, unless the tier has them."""
-        with self._changed:
+        with self._lock:
             new = [key for key in keys if key not in self._known]
             self._known.update(new)
-            self._waiting.extend(new)
-        for _ in new:
-            self._writers.submit(self._put_next)
+        for key in new:
+            put = self._writers.submit(partial(self._put, key))
+            self._puts.add(put)
+            put.add_done_callback(self._puts.discard)
 
-    def _put_next(self) -> None:
-        with self._changed:
-            if not self._waiting or self._load is None:
-                return
-            key, load = self._waiting.popleft(), self._load
-            self._writing += 1
+    def _put(self, key: bytes) -> None:
+        if (load := self._load) is None:
+            return
         size, put = 0, False
         try:
             chunk = None if self.resting else load(key)
@@ -194,8 +191,7 @@ class SharedTier:
         except StoreError:
             pass  # reported by `_request`, or by verify if the store is damaged
         finally:
-            with self._changed:
-                self._writing -= 1
+            with self._lock:
                 self._counts.puts += size > 0
                 self._counts.put_bytes += size
                 self._counts.unput += not put
@@ -203,11 +199,10 @@ class SharedTier:
                     self._refused.discard(key)
                 else:
                     self._known.discard(key)
-                self._changed.notify_all()
 
     def _put_collection(self, collection: str) -> None:
         """Upload a collection's memo once."""
-        with self._changed:
+        with self._lock:
             new = collection not in self._collections
             self._collections.add(collection)
         memo = self._load_collection(collection) if new else None
@@ -217,21 +212,17 @@ class SharedTier:
     @property
     def unput(self) -> int:
         """Number of chunks waiting to be uploaded."""
-        with self._changed:
-            return len(self._waiting) + self._writing
+        return len(self._puts)
 
     def flush(self, seconds: float) -> int:
         """Wait up to `seconds` for pending uploads. Return how many are left."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=seconds)
-            return len(self._waiting) + self._writing
+        return len(wait(list(self._puts), timeout=seconds).not_done)
 
     def close(self, seconds: float = 0.0) -> int:
         """Flush, and stop uploading. Return how many chunks were not uploaded."""
-        left = self.flush(seconds)
-        with self._changed:
-            self._waiting.clear()
-            self._load = None
+        left, self._load = self.flush(seconds), None
+        for put in list(self._puts):
+            put.cancel()
         return left
 
     # failures
@@ -250,7 +241,7 @@ class SharedTier:
         return result
 
     def _failed(self, kind: str, what: str) -> None:
-        with self._changed:
+        with self._lock:
             self._counts.failed += 1
             self._in_row += 1
             if self._in_row >= FAILURES and not self.resting:
@@ -259,7 +250,7 @@ class SharedTier:
         self._say(kind, what)
 
     def _say(self, kind: str, what: str) -> None:
-        with self._changed:
+        with self._lock:
             if kind in self._said:
                 return
             self._said.add(kind)
@@ -271,10 +262,10 @@ def _average(old: float, new: float) -> float:
 
 
 class Threads:
-    """Up to `count` daemon threads, started on demand. Process exit does not wait for them."""
+    """Up to `count` daemon threads, one started with each of the first jobs. Process exit does not wait for them."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._most, self._name, self._started, self._idle = count, name, 0, 0
+        self._most, self._name, self._started = count, name, 0
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._lock = threading.Lock()
 
@@ -283,9 +274,7 @@ class Threads:
         future: Future[T] = Future()
         self._work.put((work, future))
         with self._lock:
-            if self._idle:
-                self._idle -= 1
-            elif self._started < self._most:
+            if self._started < self._most:
                 self._started += 1
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
@@ -299,5 +288,3 @@ class Threads:
                 except BaseException as error:
                     future.set_exception(error)
             del work, future  # release references while waiting for the next job
-            with self._lock:
-                self._idle += 1
