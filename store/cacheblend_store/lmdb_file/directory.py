@@ -110,18 +110,23 @@ def _make_directory(path: Path, mode: int = 0o700) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    _sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def sync_file(path: Path) -> None:
-    _sync(open_file(path, anywhere=True))
-
-
-def _sync(handle: int) -> None:
+def sync(handle: int) -> None:
+    """Sync a file to the disk and close it."""
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_data(store: Path) -> int:
+    """Return a descriptor of data.mdb, to read it. Raises StorePermission, StoreCorrupt."""
+    try:
+        return open_file(store / DATA, anywhere=True)
+    except OSError as error:
+        raise unreadable(store / DATA, error) from error
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:

@@ -19,12 +19,11 @@ import lmdb
 from cacheblend_store.errors import StoreCorrupt, StoreError, StoreIOError, StorePermission
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.datafile import Fill, clear_making, make_store, open_lmdb
-from cacheblend_store.lmdb_file.directory import DATA, is_writable, unreadable
+from cacheblend_store.lmdb_file.directory import DATA, is_writable, open_data, unreadable
 from cacheblend_store.lmdb_file.pages.commits import check_index, read_metas, snapshot
 from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
 from cacheblend_store.lmdb_file.translation import Reopen, damaged, translated
-from cacheblend_store.private_files import open_file
 
 _TRIES = 64  # attempts to begin a transaction, which other processes can make fail repeatedly
 
@@ -54,10 +53,7 @@ class Environment:
     def _open(self) -> None:
         self._dbs: dict[str, Any] = {}
         self._free_list_checked = False
-        try:
-            self._file = open_file(self.store / DATA, anywhere=True)
-        except OSError as error:
-            raise unreadable(self.store / DATA, error) from error
+        self._file = open_data(self.store)
         try:
             info = os.fstat(self._file)
             self._inode = info.st_dev, info.st_ino
@@ -183,10 +179,7 @@ class Environment:
 
     def check_file(self) -> None:
         """Raise StoreError if a transaction could not begin over the file that is at the path now. Takes no lock."""
-        try:
-            handle = open_file(self.store / DATA, anywhere=True)
-        except OSError as error:
-            raise unreadable(self.store / DATA, error) from error
+        handle = open_data(self.store)
         try:
             snapshot(handle, self.store)
         finally:

@@ -14,7 +14,6 @@ import lmdb
 from cacheblend_store.errors import (
     StoreCorrupt,
     StoreError,
-    StoreFormat,
     StoreFull,
     StoreIOError,
     StoreNoSpace,
@@ -80,10 +79,6 @@ def damaged(store: Path, what: str) -> StoreCorrupt:
         f"the store at {store} is damaged: {what}",
         f"rescue what reads: cacheblend chunks verify --repair; or {again_hint(store)}",
     )
-
-
-def no_store(store: Path) -> StoreFormat:
-    return StoreFormat(f"{store} is an LMDB file, not a cacheblend store", "name another --store")
 
 
 def full_disk(store: Path) -> StoreNoSpace:

@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
 from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
-from cacheblend_store.lmdb_file.directory import DATA, check_directory, unreadable
+from cacheblend_store.lmdb_file.directory import DATA, check_directory, open_data
 from cacheblend_store.lmdb_file.pages.commits import salvageable
-from cacheblend_store.private_files import open_file
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import check_format
 from cacheblend_store.store import ChunkStore
@@ -58,12 +57,8 @@ def salvage(
     file cannot be identified, StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
     """
     check_directory(path, write=True, create=False, force=force)
-    try:
-        file = os.fdopen(open_file(path / DATA, anywhere=True), "rb", buffering=0)
-    except OSError as error:
-        raise unreadable(path / DATA, error) from error
     with (
-        file,
+        os.fdopen(open_data(path), "rb", buffering=0) as file,
         replacing(path, lock_timeout, os.fstat(file.fileno()).st_size) as new,
         ChunkStore.open(new, mode="write", force=True) as target,
     ):

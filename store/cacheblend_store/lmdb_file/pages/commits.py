@@ -10,7 +10,7 @@ from pathlib import Path
 from cacheblend_store.errors import StoreCorrupt, StoreFormat
 from cacheblend_store.lmdb_file.pages.layout import NO_PAGE, PAGE_SIZES, Meta, parse_meta
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
-from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, damaged, no_store
+from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, damaged
 
 
 def read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
@@ -62,7 +62,7 @@ def check_index(handle: int, pages: PageReader) -> None:
         return
     names = [node.key.decode(errors="replace") for node in pages.nodes_in(pages.meta.main)]
     if not any(name in names for name in DATABASES):
-        raise no_store(pages.store)
+        raise StoreFormat(f"{pages.store} is an LMDB file, not a cacheblend store", "name another --store")
     for name in names:
         pages.tree(name)
 

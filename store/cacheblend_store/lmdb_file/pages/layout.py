@@ -160,9 +160,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
 
 def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:
     """Check the header of the first overflow page of a big value. LMDB frees as many pages as the header says."""
-    pgno, _, flags, low, high = _PAGE.unpack(header)
-    pages, wanted = low | high << 16, (HEADER - 1 + node.size) // page_size + 1
-    if pgno != node.pgno or flags != _OVERFLOW or pages != wanted or node.pgno + pages > num_pages:
+    if header[:8] + bytes(2) + header[10:] != big_header(node, page_size, num_pages):
         raise ValueError("it does not begin the expected value")
 
 

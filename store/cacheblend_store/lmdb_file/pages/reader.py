@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -43,7 +43,7 @@ class PageReader:
         self._branches: dict[int, Branch] = {}
         self._leaves: dict[int, Leaf] = {}
         self._trees: dict[str, Tree] = {}
-        self._last: dict[Tree, tuple[Leaf, Bounds]] = {}  # per tree, the leaf found last: the next key is often close
+        self._last: dict[int, tuple[Leaf, Bounds]] = {}  # root -> the leaf found last: the next key is often close
 
     def tree(self, name: str) -> Tree | None:
         """Return the tree of a database, None if the database does not exist."""
@@ -58,17 +58,17 @@ class PageReader:
     def get(self, database: str, key: bytes) -> Node | None:
         """Return the node of a key, None if it is missing. Checks all pages on its path and its extent."""
         tree = self.tree(database)
-        return self._find(tree, key) if tree else None
+        node = self._find(tree, key) if tree else None
+        if node is not None:
+            self.check_extent(node)
+        return node
 
     def _find(self, tree: Tree, key: bytes) -> Node | None:
         if tree.root == NO_PAGE:
             return None
         leaf = self._leaf_of(tree, key)
-        at = bisect_right(leaf.keys, key) - 1
-        if at < 0 or leaf.keys[at] != key:
-            return None
-        self.check_extent(node := leaf.node(at))
-        return node
+        at = bisect_left(leaf.keys, key)
+        return leaf.node(at) if at < len(leaf.keys) and leaf.keys[at] == key else None
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
         """Yield a database's nodes from `start` on. skip_damaged: skip unreadable pages and all below them."""
@@ -127,21 +127,12 @@ class PageReader:
         unless all are big values of that size. keys: in order, best adjacent ones. The headers are expected, not read.
         """
         tree, found = self.tree(database), list[tuple[int, bytes]]()
-        leaf, at, page_size, num_pages = None, 0, self.meta.page_size, self.meta.next_pgno
         for key in keys:
-            if leaf is None or at == len(leaf.keys) or leaf.keys[at] != key:
-                if tree is None or tree.root == NO_PAGE:
-                    return None
-                leaf = self._leaf_of(tree, key)
-                at = bisect_left(leaf.keys, key)
-                if at == len(leaf.keys) or leaf.keys[at] != key:
-                    return None
-            node = leaf.node(at)
-            at += 1
-            header = big_header(node, page_size, num_pages)
-            if header is None or node.size != size:
+            node = self._find(tree, key) if tree else None
+            header = None if node is None else big_header(node, self.meta.page_size, self.meta.next_pgno)
+            if node is None or header is None or node.size != size:
                 return None
-            found.append((node.pgno * page_size, header))
+            found.append((node.pgno * self.meta.page_size, header))
         return found
 
     def used_bytes(self, database: str) -> int:
@@ -232,7 +223,7 @@ class PageReader:
 
     def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:
         """Return the leaf that would hold the key."""
-        last, (low, high) = self._last.get(tree, _NO_LEAF)
+        last, (low, high) = self._last.get(tree.root, _NO_LEAF)
         if last is not None and low <= key and (high is None or key < high):
             return last
         pgno, bounds = tree.root, Bounds()
@@ -241,7 +232,7 @@ class PageReader:
             if isinstance(page, Leaf):
                 if depth != tree.depth:
                     raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
-                self._last[tree] = page, bounds
+                self._last[tree.root] = page, bounds
                 return page
             at = page.at(key)
             pgno, bounds = page.children[at], page.bounds(at, bounds)
