@@ -133,5 +133,5 @@ def _read(file: Path) -> bytes:
 
 def _write(file: Path, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with os.fdopen(private_files.open_file(file, flags, 0o600, anywhere=True), "wb") as stream:
+    with os.fdopen(private_files.open_file(file, flags, anywhere=True), "wb") as stream:
         stream.write(data)

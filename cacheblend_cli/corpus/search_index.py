@@ -104,7 +104,7 @@ def _create(path: Path) -> None:
     to its target."""
     try:
         os.close(open_file(path, os.O_RDWR | os.O_CREAT, anywhere=True))
-        check_files(*(path.with_name(f"{path.name}-{suffix}") for suffix in ("journal", "wal", "shm")), anywhere=True)
+        check_files(*(path.with_name(f"{path.name}-{suffix}") for suffix in ("journal", "wal", "shm")))
     except InsecurePath as error:
         raise StorePermission(f"{error.filename} {error.strerror}", f"remove it: rm {error.filename}") from error
 

@@ -56,16 +56,16 @@ def make_folder(path: Path) -> None:
     os.close(open_folder(path))
 
 
-def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600, *, anywhere: bool = False) -> int:
+def open_file(path: Path, flags: int = os.O_RDONLY, *, anywhere: bool = False) -> int:
     """Return a descriptor of a regular file of this user in a directory of this user. Raises InsecurePath, OSError.
 
-    flags, mode: as of os.open. With O_TRUNC the file is emptied after it was checked. anywhere: accept any directory,
-    and a file of root or of the directory's owner.
+    flags: as of os.open. A new file has mode 0600. With O_TRUNC the file is emptied after it was checked. anywhere:
+    accept any directory, and a file of root or of the directory's owner.
     """
     folder = os.open(os.path.realpath(path.parent), _FOLDER_FLAGS) if anywhere else open_folder(path.parent)
     try:
         owners = {os.geteuid(), *((0, os.fstat(folder).st_uid) if anywhere else ())}
-        handle = _open(path, folder, flags & ~os.O_TRUNC, mode, owners)
+        handle = _open(path, folder, flags & ~os.O_TRUNC, owners)
     finally:
         os.close(folder)
     if flags & os.O_TRUNC:
@@ -73,9 +73,9 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600, *, anywhe
     return handle
 
 
-def _open(path: Path, folder: int, flags: int, mode: int, owners: set[int]) -> int:
+def _open(path: Path, folder: int, flags: int, owners: set[int]) -> int:
     try:
-        handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
+        handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise InsecurePath("is a symbolic link", path) from error
@@ -95,14 +95,12 @@ def _open(path: Path, folder: int, flags: int, mode: int, owners: set[int]) -> i
     return handle
 
 
-def check_files(*paths: Path, anywhere: bool = False) -> None:
-    """Check files that a library opens by name, like `open_file`. Missing ones are fine. Raises InsecurePath, OSError.
-
-    In a directory of this user alone, nobody else can exchange them afterwards.
-    """
+def check_files(*paths: Path) -> None:
+    """Check files that a library opens by name, like `open_file` anywhere. Missing ones are fine. Raises InsecurePath,
+    OSError. In a directory of this user alone, nobody else can exchange them afterwards."""
     for path in paths:
         with suppress(FileNotFoundError):
-            os.close(open_file(path, anywhere=anywhere))
+            os.close(open_file(path, anywhere=True))
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:

@@ -55,25 +55,22 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 
     Raises CodecError for values beyond the codec's range, and in codecs that scale for infinities and NaNs.
     """
-    tensors, excess = _coded(k.detach(), v.detach(), codec, may_wait=k.is_cpu)
+    tensors, excess = coded_unchecked(k, v, codec, may_wait=k.is_cpu)
     check_finite(excess.flatten().tolist(), codec)
     return tensors
 
 
-def coded_unchecked(k: Tensor, v: Tensor, codec: str) -> tuple[dict[str, Tensor], Tensor]:
+def coded_unchecked(k: Tensor, v: Tensor, codec: str, *, may_wait: bool = False) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tensors of a blob of k and v, and their excess for `check_finite`.
 
     k, v: [..., tokens, num_kv_heads, head_dim] (v's head_dim may differ), any float dtype, on one device; leading
-    dimensions are layers, encoded independently. excess: fp32 [..., 2] of K and V.
+    dimensions are layers, encoded independently. excess: fp32 [..., 2] of K and V. may_wait: read flags, and compute
+    the rare cases only where they occur; else on a GPU everything is queued, nothing waits.
 
-    On a GPU everything is queued, nothing waits. Its sums are in another order than a CPU's: a scale or mean may differ
-    in the last bit, and a value at the boundary of two levels may get the other one.
+    A GPU's sums are in another order than a CPU's: a scale or mean may differ in the last bit, and a value at the
+    boundary of two levels may get the other one.
     """
-    return _coded(k.detach(), v.detach(), codec, may_wait=False)
-
-
-def _coded(k: Tensor, v: Tensor, codec: str, *, may_wait: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Return `coded_unchecked`. may_wait: read flags, and compute the rare cases only where they occur."""
+    k, v = k.detach(), v.detach()
     tensors, excess = dict[str, Tensor](), []
     if codec in PLAIN:
         for name, x in (("k", k), ("v", v)):

@@ -24,19 +24,15 @@ def load_object(data: bytes, max_bytes: int) -> dict[str, Any]:
     if len(data) > max_bytes or data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:
         raise ValueError("the record is too long")
     try:
-        found = decode(data)
-    except (DecodeError, UnicodeDecodeError, RecursionError):
-        found = _loads(data)  # msgspec rejects lone surrogates, which texts may contain
+        try:
+            found = decode(data)
+        except (DecodeError, UnicodeDecodeError):
+            found = json.loads(data)  # msgspec rejects lone surrogates, which texts may contain
+    except RecursionError as error:
+        raise ValueError("the record is nested too deeply") from error
     if not isinstance(found, dict):
         raise ValueError("the record is not an object")
     return found
-
-
-def _loads(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("the record is nested too deeply") from error
 
 
 def dump_object(record: Mapping[str, Any]) -> bytes:

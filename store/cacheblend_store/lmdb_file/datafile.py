@@ -34,7 +34,7 @@ def open_lmdb(store: Path) -> Any:
     space. It does not grow, so that a process with many open stores has address space left.
     """
     try:
-        check_files(store / DATA, store / LOCK, anywhere=True)
+        check_files(store / DATA, store / LOCK)
     except InsecurePath as error:
         raise unreadable(store / DATA, error) from error
     sync = not (store.name == MAKING and (store.parent / locks.WRITER).exists())
