@@ -70,11 +70,8 @@ def check_format(get: Get, where: str) -> None:
 def read_state(get: Get, pages: PageReader) -> State:
     """Return the state record with all counts. If it is damaged, return a new generation, fresh counts and no quota."""
     state = decode_state(get) or State(time.time_ns(), count_bytes(pages, "blobs"))
-    if state.text_bytes is None:
-        state = replace(state, text_bytes=count_bytes(pages, "chunks"))
-    if state.document_bytes is None:
-        state = replace(state, document_bytes=count_bytes(pages, "documents"))
-    return state
+    missing = {counter: count_bytes(pages, db) for db, counter in COUNTED.items() if getattr(state, counter) is None}
+    return replace(state, **missing)
 
 
 def decode_state(get: Get) -> State | None:

@@ -29,8 +29,6 @@ from cacheblend_store.writer import PutStatus, StoreWriter
 if TYPE_CHECKING:
     from cacheblend_store.tier.shared import SharedTier
 
-__all__ = ["ChunkStore", "PutStatus", "StoreReader"]
-
 PAGE_OF_CHUNKS = 64  # manifests that `chunks` reads per transaction
 TOUCHES_HELD = 4096
 FLUSH_S = 5.0
@@ -128,7 +126,6 @@ class ChunkStore:
         """Upload newly stored chunks to a tier in the background, until the store is closed. A store used as a context
         manager waits up to FLUSH_S for pending uploads."""
         self.tier = tier
-        tier.start(self.get_blobs, partial(self.memo, records.COLLECTION))
 
     @property
     def is_own(self) -> bool:
@@ -235,9 +232,8 @@ class ChunkStore:
     def documents(self, collection: str | None = None) -> list[DocumentRecord]:
         """Return the document records of one collection, or of all, sorted by source."""
         with self.read() as reader:
-            found = list(reader.documents())
-        wanted = (d for d in found if collection in (None, d.collection))
-        return sorted(wanted, key=lambda d: (d.source, d.collection, d.context))
+            found = [d for d in reader.documents() if collection in (None, d.collection)]
+        return sorted(found, key=lambda d: (d.source, d.collection, d.context))
 
     # writing
 
@@ -285,7 +281,8 @@ class ChunkStore:
         self.flush_touches()  # eviction needs up-to-date last uses
         statuses = self.transact(put)
         if self.tier is not None:
-            self.tier.offer(m.key for (m, _), status in zip(given, statuses, strict=True) if status != "unchanged")
+            new = [m.key for (m, _), status in zip(given, statuses, strict=True) if status != "unchanged"]
+            self.tier.offer(new, self.get_blobs, partial(self.memo, records.COLLECTION))
         return statuses
 
     def put_records(self, manifests: Iterable[ChunkManifest], keep: Container[bytes] = ()) -> int:

@@ -58,15 +58,12 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
 
     v_head_dim: head_dim of v if it differs from k's, else 0.
     """
-    dims = {"k": head_dim, "v": v_head_dim or head_dim}
-    if codec in PLAIN:
-        return MappingProxyType(
-            {name: TensorSpec(PLAIN[codec], (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
-        )
-    if codec in FLOAT8:
-        scale = TensorSpec("F32", (num_kv_heads,))
-        kv = {name: TensorSpec(FLOAT8[codec], (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
-        return MappingProxyType({**kv, "k_scale": scale, "v_scale": scale})
+    dims, dtype = {"k": head_dim, "v": v_head_dim or head_dim}, PLAIN.get(codec) or FLOAT8.get(codec)
+    if dtype is not None:
+        spec = {name: TensorSpec(dtype, (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
+        if codec in FLOAT8:
+            spec |= dict.fromkeys(("k_scale", "v_scale"), TensorSpec("F32", (num_kv_heads,)))
+        return MappingProxyType(spec)
     if codec in BITS:
         scale = TensorSpec("BF16", (num_tokens, num_kv_heads))
         codes = {

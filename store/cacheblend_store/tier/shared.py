@@ -57,8 +57,6 @@ class SharedTier:
         self._counts = TierCounts()
         self._readers, self._writers = Threads(READERS, "tier-read"), Threads(WRITERS, "tier-write")
         self._lock = threading.Lock()
-        self._load: LoadChunk | None = None
-        self._load_collection: LoadCollection = lambda collection: None
         self._collections = set[str]()  # collections that were uploaded
         self._puts = set[Future[None]]()  # uploads that have not ended
         self._known, self._refused = set[bytes](), set[bytes]()  # keys in the tier; keys of objects to replace
@@ -163,23 +161,17 @@ class SharedTier:
 
     # writing
 
-    def start(self, load: LoadChunk, load_collection: LoadCollection) -> None:
-        """Start to upload chunks and collection memos. load, load_collection: read them from the store."""
-        self._load, self._load_collection = load, load_collection
-
-    def offer(self, keys: Iterable[bytes]) -> None:
-        """Upload chunks of the store in the background, unless the tier has them."""
+    def offer(self, keys: Iterable[bytes], load: LoadChunk, load_collection: LoadCollection) -> None:
+        """Upload chunks of the store in the background, unless the tier has them, and their collections' memos."""
         with self._lock:
             new = [key for key in keys if key not in self._known]
             self._known.update(new)
         for key in new:
-            put = self._writers.submit(partial(self._put, key))
+            put = self._writers.submit(partial(self._put, key, load, load_collection))
             self._puts.add(put)
             put.add_done_callback(self._puts.discard)
 
-    def _put(self, key: bytes) -> None:
-        if (load := self._load) is None:
-            return
+    def _put(self, key: bytes, load: LoadChunk, load_collection: LoadCollection) -> None:
         size, put = 0, False
         try:
             chunk = None if self.resting else load(key)
@@ -187,7 +179,7 @@ class SharedTier:
                 there = None if key in self._refused else self._request(lambda: self.tier.size(self._name(chunk[0])))
                 size = self._request(lambda: self.tier.put_chunk(*chunk)) if there is None else 0
                 put = True
-                self._put_collection(chunk[0].collection)
+                self._put_collection(chunk[0].collection, load_collection)
         except StoreError:
             pass  # reported by `_request`, or by verify if the store is damaged
         finally:
@@ -200,12 +192,12 @@ class SharedTier:
                 else:
                     self._known.discard(key)
 
-    def _put_collection(self, collection: str) -> None:
+    def _put_collection(self, collection: str, load: LoadCollection) -> None:
         """Upload a collection's memo once."""
         with self._lock:
             new = collection not in self._collections
             self._collections.add(collection)
-        memo = self._load_collection(collection) if new else None
+        memo = load(collection) if new else None
         if memo is not None:
             self._request(lambda: self.tier.put_collection(memo))
 
@@ -220,7 +212,7 @@ class SharedTier:
 
     def close(self, seconds: float = 0.0) -> int:
         """Flush, and stop uploading. Return how many chunks were not uploaded."""
-        left, self._load = self.flush(seconds), None
+        left = self.flush(seconds)
         for put in list(self._puts):
             put.cancel()
         return left

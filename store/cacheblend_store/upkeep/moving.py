@@ -79,8 +79,10 @@ def push(
             return MovedChunk(key.hex(), "text")
         manifest, blobs = chunk
         size = tier.size(tier.name(manifest.collection, key))
-        if size is not None and _fits(tier, manifest, size):
-            return MovedChunk(key.hex(), "unchanged")
+        if size is not None:
+            with suppress(BadBlob):  # of another size
+                tier.layout(manifest, size)
+                return MovedChunk(key.hex(), "unchanged")
         named = replace(manifest, source=rename(manifest.source))
         return MovedChunk(key.hex(), "new" if size is None else "replaced", tier.put_chunk(named, blobs))
 
@@ -114,7 +116,7 @@ def pull(
     wanted: filter, called with each document and with the id of each chunk without a document; None for everything.
     """
     tier.check()
-    report, needed, owned = MoveReport(), dict[str, None](), set[str]()
+    report, needed, owned = MoveReport(), set[str](), set[str]()
     known = {memo.name for memo in store.memos(COLLECTION)}
     for found in tier.documents():
         try:
@@ -129,7 +131,7 @@ def pull(
         if wanted is not None and not wanted(record):
             continue
         if _take_document(store, record, bundle, report, rename, replace_documents):
-            needed.update(dict.fromkeys(names))
+            needed.update(names)
             _take_collection(store, tier, record.collection, known)
     alone = (o for o in tier.chunks() if o.name in needed or o.name not in owned)
     objects = [o for o in alone if o.name in needed or wanted is None or wanted(o.name.rpartition("/")[2])]
@@ -169,18 +171,13 @@ def prune_tier(
 ) -> tuple[int, int]:
     """Delete objects written before a moment (seconds since the epoch). Return (number of objects, bytes)."""
     tier.check()
-    names, num_bytes = list[str](), 0
-    for listed in (tier.chunks, tier.documents):
-        for found in listed():
-            if found.modified < before:
-                names.append(found.name)
-                num_bytes += found.size
+    found = [o for listed in (tier.chunks, tier.documents) for o in listed() if o.modified < before]
     if not dry_run:
-        for start in range(0, len(names), 1000):
-            tier.delete(names[start : start + 1000])
+        for start in range(0, len(found), 1000):
+            tier.delete(o.name for o in found[start : start + 1000])
             if progress is not None:
-                progress(min(start + 1000, len(names)), len(names))
-    return len(names), num_bytes
+                progress(min(start + 1000, len(found)), len(found))
+    return len(found), sum(o.size for o in found)
 
 
 def _take_collection(store: ChunkStore, tier: Tier, collection: str, known: set[str]) -> None:
@@ -236,14 +233,6 @@ def _holds(store: ChunkStore, manifest: ChunkManifest) -> bool:
     except BadBlob:
         return False
     return chunk is not None and chunk[0].token_ids == manifest.token_ids
-
-
-def _fits(tier: Tier, manifest: ChunkManifest, size: int) -> bool:
-    try:
-        tier.layout(manifest, size)
-    except BadBlob:
-        return False
-    return True
 
 
 def _side_by_side(items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
