@@ -38,10 +38,8 @@ class StoreReader:
 
     def has_kv(self, key: bytes) -> bool:
         """Return whether an undamaged record says that the chunk has KV. Blobs are not checked."""
-        with suppress(BadBlob):
-            manifest = self.manifest(key)
-            return manifest is not None and manifest.has_kv
-        return False
+        manifest = records.undamaged(records.decode_manifest, key, self.get("chunks", key))
+        return manifest is not None and manifest.has_kv
 
     def manifests(self) -> Iterator[ChunkManifest]:
         """Yield all undamaged manifests in key order."""

@@ -195,13 +195,12 @@ class ChunkStore:
 
     def resolve(self, prefix: str) -> bytes:
         """Return the key whose hex id begins with `prefix`. Raises ChunkNotFound, AmbiguousId."""
-        text = prefix.strip().lower()
         found = [key.hex() for key in self.matching(prefix)]
         if not found:
             raise ChunkNotFound(f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls")
         if len(found) > 1:
             raise AmbiguousId(
-                f"{prefix} begins more than one chunk id: {', '.join(i[: len(text) + 6] for i in found)}",
+                f"{prefix} begins more than one chunk id: {', '.join(i[: len(prefix.strip()) + 6] for i in found)}",
                 "write more digits of the one you mean",
             )
         return bytes.fromhex(found[0])

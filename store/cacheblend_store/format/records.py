@@ -296,10 +296,9 @@ def use_record(key: bytes, moment: float) -> bytes:
 def used_at(key: bytes, value: bytes | memoryview) -> float:
     """Return the last use in seconds since the epoch, 0 if the record is damaged."""
     try:
-        moment: float = struct.unpack("<d", unseal(key, value))[0]
+        return struct.unpack("<d", unseal(key, value))[0]
     except (BadBlob, struct.error):
         return 0.0
-    return moment
 
 
 def seal(key: bytes, payload: bytes) -> bytes:

@@ -68,7 +68,6 @@ def stamp(commit: int) -> bytes:
 def stamped(get: Callable[[str, bytes], bytes | memoryview | None]) -> int:
     """Return the commit number in the stamp, -1 without one. get: reads a record of a database."""
     try:
-        [commit] = _NUMBER.unpack(unseal(STAMP, get("meta", STAMP) or b""))
+        return _NUMBER.unpack(unseal(STAMP, get("meta", STAMP) or b""))[0]
     except (BadBlob, struct.error):
         return -1
-    return int(commit)

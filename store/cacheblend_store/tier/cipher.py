@@ -45,18 +45,16 @@ class Cipher:
 
     def seal(self, salt: bytes, part: int, data: bytes | memoryview, about: bytes) -> bytes:
         """Return the encrypted part, TAG_BYTES longer. about: associated data."""
-        sealed: bytes = self._of(salt).encrypt(part.to_bytes(12, "big"), data, about)
-        return sealed
+        return self._of(salt).encrypt(part.to_bytes(12, "big"), data, about)
 
     def open(self, salt: bytes, part: int, data: bytes | memoryview, about: bytes) -> bytes:
         """Return the plain part. Raises BadBlob if the part or its associated data was changed."""
         from cryptography.exceptions import InvalidTag
 
         try:
-            plain: bytes = self._of(salt).decrypt(part.to_bytes(12, "big"), data, about)
+            return self._of(salt).decrypt(part.to_bytes(12, "big"), data, about)
         except InvalidTag:
             raise BadBlob("it was changed, or encrypted with another key") from None
-        return plain
 
     def _of(self, salt: bytes) -> Any:
         key = hashlib.blake2b(salt, digest_size=32, key=self._secret, person=b"tier-object").digest()

@@ -6,7 +6,6 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
@@ -73,6 +72,9 @@ class _Obstore:
                 yield TierObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
 
 
+_memory: dict[str, ObjectStore] = {}  # this process's object stores, by URL
+
+
 def check_url(url: str, *, any_scheme: bool = False) -> None:
     """Raise TierUsage for an unknown scheme, or a URL with credentials, which it omits."""
     parts = urlsplit(url)
@@ -96,15 +98,13 @@ def open_objects(url: str, *, create: bool = True) -> tuple[ObjectStore, Path | 
     if its parent exists.
     """
     try:
-        import obstore  # noqa: F401
+        from obstore.store import LocalStore, MemoryStore, from_url
     except ImportError as error:
         raise TierUsage("a tier needs obstore, which is not installed", "install the extra: tier") from error
     scheme = urlsplit(url).scheme
     if scheme == "memory":
-        return _Obstore(_memory(url)), None
+        return _memory.setdefault(url, _Obstore(MemoryStore())), None
     with errors_of(url):
-        from obstore.store import LocalStore, from_url
-
         if scheme == "file":
             folder = Path(unquote(urlsplit(url).path))
             if not folder.is_dir() and not (create and folder.parent.is_dir()):
@@ -112,14 +112,6 @@ def open_objects(url: str, *, create: bool = True) -> tuple[ObjectStore, Path | 
             return _Obstore(LocalStore(folder, mkdir=True)), folder
         client: Any = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s", "allow_http": True}
         return _Obstore(from_url(url, client_options=client, retry_config={"max_retries": 2})), None
-
-
-@cache
-def _memory(url: str) -> Any:
-    """Return this process's object store for a memory URL."""
-    from obstore.store import MemoryStore
-
-    return MemoryStore()
 
 
 @contextmanager
