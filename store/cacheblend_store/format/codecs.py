@@ -124,11 +124,9 @@ def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) ->
     mean = tensors["k_mean"].float()
     parts = []
     dims = mean.shape[-1], v_head_dim or mean.shape[-1]
-    for x, scale, dim, bits in zip(
-        (k, v), (tensors["k_scale"], tensors["v_scale"]), dims, bits_of(codec, *dims), strict=True
-    ):
-        codes, levels = _unpack(x, bits, dim), level_table(bits, x.device)
-        parts.append(rotated(levels[codes.long()] * scale.float()[..., None]))
+    for name, dim, bits in zip("kv", dims, bits_of(codec, *dims), strict=True):
+        codes, levels = _unpack(tensors[name], bits, dim), level_table(bits, mean.device)
+        parts.append(rotated(levels[codes.long()] * tensors[f"{name}_scale"].float()[..., None]))
     return parts[0] + mean, parts[1]
 
 

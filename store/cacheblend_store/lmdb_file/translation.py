@@ -11,14 +11,7 @@ from pathlib import Path
 
 import lmdb
 
-from cacheblend_store.errors import (
-    StoreCorrupt,
-    StoreError,
-    StoreFull,
-    StoreIOError,
-    StoreNoSpace,
-    StorePermission,
-)
+from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFull, StoreIOError, StoreNoSpace, StorePermission
 
 MAX_READERS = 2048
 _LEAST_FREE = 1 << 20  # bytes; a disk with less is full

@@ -18,8 +18,6 @@ _DENIED = re.compile(r"40[13] (Forbidden|Unauthorized)|[Pp]ermission denied")
 
 
 class TierObject(NamedTuple):
-    """An object in a listing."""
-
     name: str
     size: int  # bytes
     modified: float  # seconds since the epoch
@@ -47,8 +45,6 @@ class ObjectStore(Protocol):
 
 
 class _Obstore:
-    """An object store of obstore."""
-
     def __init__(self, store: Any) -> None:
         self._store = store
 

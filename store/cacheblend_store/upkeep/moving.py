@@ -27,8 +27,6 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True)
 class MovedChunk:
-    """A chunk that was pushed or pulled."""
-
     id: str
     # "rejected": its object is not used, see `reason`. "damaged": its record or KV in the store is damaged. "text": it
     # has no KV, or the KV does not fit the quota.
@@ -39,8 +37,6 @@ class MovedChunk:
 
 @dataclass
 class MoveReport:
-    """Result of a push or pull."""
-
     chunks: dict[str, int] = field(default_factory=dict)  # status -> number of chunks
     documents: int = 0
     num_bytes: int = 0

@@ -14,8 +14,6 @@ from cacheblend_store.store import ChunkStore
 
 @dataclass(frozen=True)
 class PruneReport:
-    """Result of a prune or its dry run."""
-
     keys: tuple[bytes, ...]  # chunks removed
     evicted: tuple[bytes, ...]  # chunks that keep only their text
     bytes: int  # blobs of both

@@ -39,8 +39,6 @@ def compact(store: ChunkStore) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """Result of a salvage."""
-
     chunks: int  # records kept
     documents: int  # records kept
     lost: int  # chunks that lost at least their KV

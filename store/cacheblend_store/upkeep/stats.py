@@ -62,7 +62,7 @@ class StoreStats:
 def stats(store: ChunkStore) -> StoreStats:
     """Return the statistics of one snapshot. Reads every manifest."""
     with store.read() as reader:
-        state, num_read = reader.state(), 0
+        state = reader.state()
         found = StoreStats(
             chunks=reader.entries("chunks"),
             documents=reader.entries("documents"),
@@ -75,10 +75,9 @@ def stats(store: ChunkStore) -> StoreStats:
             free_bytes=reader.pages.free_bytes,
         )
         for manifest in reader.manifests():
-            num_read += 1
             found.without_kv += not manifest.has_kv and manifest.context != "prefix"
             who = (manifest.model_name, manifest.model, manifest.codec)
             amount = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Amount())
             amount.add(manifest.num_tokens, manifest.num_bytes)
-        found.damaged = found.chunks - num_read
+        found.damaged = found.chunks - sum(amount.chunks for amount in (found.prefixes, *found.models.values()))
     return found

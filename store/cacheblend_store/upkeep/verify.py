@@ -30,8 +30,6 @@ _DATABASE = {"document": "documents", "memo": "meta", "summary": "meta", "use": 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem in a store."""
-
     kind: str  # "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "summary", "use"
     message: str
     key: bytes = b""  # of the record, if any
@@ -39,8 +37,6 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """Result of an audit."""
-
     chunks: int = 0
     blobs: int = 0
     bytes: int = 0
@@ -83,8 +79,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
 
 def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
     """Run py-lmdb's structural audit, with the writer lock held if this user may take it."""
-    held = locks.writer_lock(store.path, store.lock_timeout) if store.writable else nullcontext()
-    with held:
+    with locks.writer_lock(store.path, store.lock_timeout) if store.writable else nullcontext():
         try:
             found = lmdb.verify.verify(str(store.path / DATA))
         except (lmdb.verify.VerifyError, OSError) as error:
