@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
-from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 from msgspec import DecodeError, Meta, convert, to_builtins
@@ -47,11 +45,6 @@ def dump_object(record: Mapping[str, Any]) -> bytes:
 
 def typed(record: Mapping[str, Any], of: type[T]) -> T:
     """Convert the record to a dataclass. Raises ValueError for unknown fields and for values of wrong type or range."""
-    if not record.keys() <= _names(of):  # type: ignore[arg-type]
+    if not record.keys() <= of.__annotations__.keys():
         raise ValueError("it has an unknown field")
     return convert(record, of)
-
-
-@lru_cache
-def _names(of: type[Any]) -> frozenset[str]:
-    return frozenset(f.name for f in fields(of))

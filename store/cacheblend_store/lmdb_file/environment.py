@@ -229,8 +229,13 @@ def acquire(store: Path, lock_timeout: float, fill: Fill, *, force: bool) -> Env
         if key in _shared:
             _shared[key].users += 1
             return _shared[key]
-        if key in _inherited:
-            _close_inherited(key)
+        if key in _inherited:  # close it: py-lmdb opens a file once per process, and counts the inherited one
+            if _inherited[key].transactions:
+                raise StoreError(
+                    f"this process was forked while its parent read or wrote the store at {_inherited[key].store}",
+                    "fork while the store is idle, or start workers with spawn or forkserver",
+                )
+            _inherited.pop(key).close_lmdb()
         if not os.path.lexists(store / DATA):
             make_store(store, lock_timeout, fill)
         _shared[key] = Environment(store, lock_timeout, force=force)
@@ -247,16 +252,6 @@ def release(environment: Environment) -> None:
             for key in [k for k, e in _shared.items() if e is environment]:
                 del _shared[key]
             environment.close()
-
-
-def _close_inherited(key: str) -> None:
-    """Close an environment inherited by fork: py-lmdb opens a file once per process, and counts the inherited one."""
-    if _inherited[key].transactions:
-        raise StoreError(
-            f"this process was forked while its parent read or wrote the store at {_inherited[key].store}",
-            "fork while the store is idle, or start workers with spawn or forkserver",
-        )
-    _inherited.pop(key).close_lmdb()
 
 
 def _forget_after_fork() -> None:
