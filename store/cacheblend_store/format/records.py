@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import xxhash
-from msgspec import Meta, Struct
+from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
 
 from cacheblend_store.errors import BadBlob, StoreError
@@ -223,7 +223,7 @@ _decoder = Decoder(_Outline)
 def has_blobs(key: bytes, value: bytes) -> bool:
     """Return whether an encoded manifest says that the chunk has KV. It is decoded only partially. False if the record
     is damaged."""
-    with suppress(BadBlob, ValueError):
+    with suppress(BadBlob, DecodeError, ValueError):
         return any(_decoder.decode(unseal(key, value)).blob_sizes)
     return False
 
@@ -324,5 +324,5 @@ def readable(name: str) -> Iterator[None]:
     """Convert decoding errors of a record to BadBlob."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, DecodeError, KeyError, TypeError, struct.error) as error:
         raise BadBlob(f"{name} cannot be decoded: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 
 from cacheblend_store.lmdb_file import locks
-from cacheblend_store.lmdb_file.directory import DATA, LOCK, MAKING, check_space, sync, sync_folder, unreadable
+from cacheblend_store.lmdb_file.directory import DATA, LOCK, MAKING, check_space, sync_folder, sync_handle, unreadable
 from cacheblend_store.lmdb_file.pages.commits import snapshot
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
@@ -107,7 +107,7 @@ def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
         yield folder
         with system_errors(store):
             os.chmod(folder / DATA, 0o600)  # LMDB's copies follow the umask
-            sync(open_file(folder / DATA, anywhere=True))
+            sync_handle(open_file(folder / DATA, anywhere=True))
             os.rename(folder / DATA, store / DATA)
             sync_folder(store)
     finally:

@@ -110,10 +110,10 @@ def _make_directory(path: Path, mode: int = 0o700) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    sync_handle(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def sync(handle: int) -> None:
+def sync_handle(handle: int) -> None:
     """Sync a file to the disk and close it."""
     try:
         os.fsync(handle)

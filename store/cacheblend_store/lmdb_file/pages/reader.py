@@ -43,7 +43,7 @@ class PageReader:
         self._branches: dict[int, Branch] = {}
         self._leaves: dict[int, Leaf] = {}
         self._trees: dict[str, Tree] = {}
-        self._last: dict[int, tuple[Leaf, Bounds]] = {}  # root -> the leaf found last: the next key is often close
+        self._last: dict[Tree, tuple[Leaf, Bounds]] = {}  # per tree, the leaf found last: the next key is often close
 
     def tree(self, name: str) -> Tree | None:
         """Return the tree of a database, None if the database does not exist."""
@@ -223,7 +223,7 @@ class PageReader:
 
     def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:
         """Return the leaf that would hold the key."""
-        last, (low, high) = self._last.get(tree.root, _NO_LEAF)
+        last, (low, high) = self._last.get(tree, _NO_LEAF)
         if last is not None and low <= key and (high is None or key < high):
             return last
         pgno, bounds = tree.root, Bounds()
@@ -232,7 +232,7 @@ class PageReader:
             if isinstance(page, Leaf):
                 if depth != tree.depth:
                     raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
-                self._last[tree.root] = page, bounds
+                self._last[tree] = page, bounds
                 return page
             at = page.at(key)
             pgno, bounds = page.children[at], page.bounds(at, bounds)
