@@ -25,6 +25,7 @@ _CODECS = {
 _HEAD = 1 << 16  # bytes in which to look for the declaration
 _META = re.compile(rb"""<meta\s[^<>]*charset\s*=\s*["']?([\w.:-]+)""", re.IGNORECASE)
 _XML = re.compile(rb"""\s*<\?xml\s[^<>]*encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE)
+_COMMENT = re.compile(rb"<!(?=--).*?(?:-->|\Z)", re.DOTALL)
 _TAGS = re.compile(r"<[^<>]*>")
 _WORDS = re.compile(r"[^\W\d_]+")
 _SYMBOL_IN_WORD = re.compile("[a-z][\xa1-\xaa\xac-\xb4\xb8-\xba\xbc-\xbf\xd7\xf7][a-z]")
@@ -76,13 +77,7 @@ def decoded_text(data: bytes, charset: str, omissions: Omissions) -> str:
 
 def _declared(data: bytes) -> str:
     """Return the charset that a page declares, outside of comments."""
-    parts, place = list[bytes](), 0
-    head = data[:_HEAD]
-    while (start := head.find(b"<!--", place)) >= 0:
-        parts.append(head[place:start])
-        end = head.find(b"-->", start)
-        place = end + 3 if end >= 0 else len(head)
-    head = b" ".join((*parts, head[place:]))
+    head = _COMMENT.sub(b" ", data[:_HEAD])
     found = _XML.match(head) or _META.search(head)
     return found[1].decode() if found else ""
 

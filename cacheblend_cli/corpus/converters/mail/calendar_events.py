@@ -13,6 +13,7 @@ _LABELS = {
 _TIME = re.compile(r"(\d{4})(\d\d)(\d\d)(?:T(\d\d)(\d\d)(\d\d)(Z?))?")
 _ESCAPED = re.compile(r"\\([nN,;\\])")
 _ZONE = re.compile(r'TZID="?([^":;]+)')
+_QUOTED = re.compile('"[^"]*"?')
 _NAME = re.compile(r'CN=(?:"([^"]*)"|([^":;]+))')
 
 
@@ -42,20 +43,10 @@ def _properties(calendar: str) -> Iterator[tuple[str, str, str]]:
             line.append(part[1:])
             continue
         whole, line = "".join(line), [part]
-        start = _end_of_parameters(whole)
+        start = _QUOTED.sub(lambda quoted: "." * len(quoted[0]), whole).find(":")
         if start >= 0:
             name, _, parameters = whole[:start].partition(";")
             yield name.strip().upper(), parameters, whole[start + 1 :]
-
-
-def _end_of_parameters(line: str) -> int:
-    """Return the place of the first colon outside of quotes, or -1."""
-    place = 0
-    for number, part in enumerate(line.split('"')):
-        if number % 2 == 0 and (colon := part.find(":")) >= 0:
-            return place + colon
-        place += len(part) + 1
-    return -1
 
 
 def _value(name: str, parameters: str, value: str) -> str:

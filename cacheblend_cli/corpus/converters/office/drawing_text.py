@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
@@ -11,21 +11,18 @@ from cacheblend_cli.corpus.converters.office.package import integer, outermost
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
-
-
 _DEEPEST_LEVEL = 8  # of a list
 
 
-def resolve_alternatives(root: Element) -> None:
-    """Replace each mc:AlternateContent below root by its first choice, or its fallback if there is none."""
+def resolve_alternatives(root: Element) -> Element:
+    """Replace each mc:AlternateContent below root by its first choice, else its fallback, and return root."""
     waiting = [root]
     while waiting:
         element = waiting.pop()
         if any(child.tag == "mc:AlternateContent" for child in element):
             element[:] = [chosen for child in element for chosen in _chosen(child)]
         waiting += element
+    return root
 
 
 def _chosen(element: Element) -> Iterator[Element]:

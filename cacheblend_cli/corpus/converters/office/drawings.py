@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_cli.corpus.converters.office.package import (
@@ -20,9 +20,6 @@ from cacheblend_cli.corpus.converters.office.package import (
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheets.number_formats import cell_text
 from cacheblend_cli.corpus.layout import shortened
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _MOST_INDENT = 9  # levels of a diagram to indent
 _AXES = frozenset(("c:catAx", "c:dateAx", "c:valAx", "c:serAx", "axis"))
@@ -44,8 +41,7 @@ def drawn_text(package: OfficePackage, relation: Relation | None, thing: str, om
             return ""
         package.drawn.add(relation.target)
         with suppress(DamagedPart):
-            root = package.xml(relation.target)
-            resolve_alternatives(root)
+            root = resolve_alternatives(package.xml(relation.target))
             text = chart_text(root) if thing == "chart" else diagram_text(root)
     if not text or (thing == "chart" and "\n" not in text):  # a chart with values has two lines
         omissions.add(thing, place)

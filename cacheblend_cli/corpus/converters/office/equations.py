@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from unicodedata import normalize
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.office.package import child, children
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _DEEPEST = 50  # maximum nesting; deeper parts lose their structure
 _ATOM = re.compile(r"-?\w+(?:\.\w+)?")

@@ -7,15 +7,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
+from xml.etree.ElementTree import Element, ParseError
 from zipfile import BadZipFile
 
 from cacheblend_cli.corpus.converters.archive import opened
 from cacheblend_cli.corpus.converters.converter import NoDocument
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _LARGEST = 1 << 53
 """Larger numbers are damage; floats have this one exactly."""
@@ -61,18 +58,16 @@ class OfficePackage:
 
     def __init__(self, data: bytes, what: str) -> None:
         """what: the kind of file, for messages. Raises NoDocument if it is not a ZIP archive or is too large."""
-        import defusedxml.ElementTree  # noqa: F401 - without it, say so before anything about the file
+        from defusedxml import ElementTree  # without it, say so before anything about the file
 
+        self._parser = ElementTree
         self._archive = opened(data, what)
         self._what = what
         self.drawn = set[str]()
         """Names of the drawings whose text is given already."""
         self._entries = {name.replace("\\", "/").lstrip("/").lower(): name for name in self._archive.namelist()}
-
-    @property
-    def names(self) -> list[str]:
+        self.names = list(self._entries)
         """Names of the parts, in lower case."""
-        return list(self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name.lower() in self._entries
@@ -80,13 +75,10 @@ class OfficePackage:
     @property
     def main(self) -> str:
         """Name of the main part. Raises NoDocument if there is none."""
-        for relation in self.relations("").values():
-            if relation.kind == "officeDocument" and relation.target in self:
-                return relation.target
-        for name in _MAINS:
-            if name in self:
-                return name
-        raise NoDocument(f"not {self._what}", "damaged or locked")
+        found = [*self.related("", "officeDocument"), *(name for name in _MAINS if name in self)]
+        if not found:
+            raise NoDocument(f"not {self._what}", "damaged or locked")
+        return found[0]
 
     def data(self, name: str) -> bytes:
         """Unpack a part. Raises DamagedPart if it is missing or damaged."""
@@ -101,12 +93,8 @@ class OfficePackage:
         Known namespaces are replaced by the usual prefix (`element.tag == "w:p"`), others are removed. Attributes have
         no prefix, except that of relations ("r:id").
         """
-        from xml.etree.ElementTree import ParseError
-
-        from defusedxml.ElementTree import fromstring
-
         try:
-            root: Element = fromstring(self.data(name))
+            root: Element = self._parser.fromstring(self.data(name))
         except (ParseError, ValueError, LookupError) as error:
             raise DamagedPart(name) from error
         return _shortened(root)
@@ -116,15 +104,11 @@ class OfficePackage:
 
         Raises DamagedPart after the last readable one, of which a part may be missing. See `xml` for names.
         """
-        from xml.etree.ElementTree import Element, ParseError
-
-        from defusedxml.ElementTree import iterparse
-
         outside = found = Element(parent)
         damage = None
         try:
             with self._archive.open(self._entries[name.lower()]) as file:
-                for _, element in iterparse(file, ("start",)):
+                for _, element in self._parser.iterparse(file, ("start",)):
                     while len(found) > 1:  # the parser is beyond all children but the last one
                         yield _shortened(found[0])
                         del found[0]

@@ -6,6 +6,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
 from cacheblend_cli.corpus.converters.omissions import Omissions
@@ -67,9 +68,6 @@ def _delimiter(text: str) -> str:
 
 def _consistency(sample: str, delimiter: str) -> tuple[int, int]:
     """Return (rows with the most common number of columns above one, that number)."""
-    csv.field_size_limit(_LONGEST_CELL)
-    widths = Counter[int]()
-    for row, _ in zip(csv.reader(io.StringIO(sample), delimiter=delimiter), range(_SAMPLE_ROWS), strict=False):
-        if len(row) > 1:
-            widths[len(row)] += 1
+    rows = islice(csv.reader(io.StringIO(sample), delimiter=delimiter), _SAMPLE_ROWS)
+    widths = Counter(len(row) for row in rows if len(row) > 1)
     return max(((rows, width) for width, rows in widths.items()), default=(0, 0))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from cacheblend_cli.corpus.converters.converter import comment_mark
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_cli.corpus.converters.office.drawings import DRAWN, drawn_text
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, outermost
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, integer, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheets.workbook import string_text
 
@@ -23,25 +24,22 @@ def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> 
     for part in package.related(sheet, "threadedComment"):
         for element in package.xml(part).iter("threadedComment"):
             author = persons.get(element.get("personId", ""), "")
-            found.append((element.get("ref", ""), author, element.findtext("text") or ""))
+            text = " ".join(element.findtext("text", "").split())
+            found.append((element.get("ref", ""), author, text))
     threaded = {cell for cell, _, _ in found}
     for part in package.related(sheet, "comments"):
         root = package.xml(part)
-        authors = [author.text or "" for author in root.iter("x:author")]
+        authors = {number: author.text or "" for number, author in enumerate(root.iter("x:author"))}
         for element in outermost(root, "x:comment"):
-            number, cell = element.get("authorId", ""), element.get("ref", "")
-            author = (
-                authors[int(number)] if number.isdecimal() and len(number) < 9 and int(number) < len(authors) else ""
-            )
+            author, cell = authors.get(integer(element.get("authorId"), -1), ""), element.get("ref", "")
             if cell not in threaded:  # else a copy for old programs
-                found.append((cell, author, string_text(element).removeprefix(f"{author}:")))
-    numbered = [(int(m[1]) if (m := _ROW.fullmatch(cell)) else 0, (cell, author, text)) for cell, author, text in found]
-    return [(row, line) for row, parts in sorted(numbered, key=lambda item: item[0]) if (line := _line(*parts))]
-
-
-def _line(cell: str, author: str, text: str) -> str:
-    by = f" by {' '.join(author.split())}" if author.strip() else ""
-    return f"Comment on {cell}{by}: {' '.join(text.split())}" if text.strip() else ""
+                found.append((cell, author, string_text(element).removeprefix(f"{author}:").strip()))
+    lines = [
+        (int(m[1]) if (m := _ROW.fullmatch(cell)) else 0, comment_mark(author, f"Comment on {cell}") + text)
+        for cell, author, text in found
+        if text
+    ]
+    return sorted(lines, key=lambda line: line[0])
 
 
 def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place: str) -> list[str]:
@@ -49,11 +47,10 @@ def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place:
     texts = list[str]()
     for part in package.related(sheet, "drawing"):
         try:
-            root = package.xml(part)
+            root = resolve_alternatives(package.xml(part))
         except DamagedPart:
             omissions.say(f"the drawings on {place} cannot be read")
             continue
-        resolve_alternatives(root)
         texts += map(body_text, root.iter("txBody"))
         for relation in package.relations(part).values():
             if (thing := DRAWN.get(relation.kind)) is not None:

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
 from cacheblend_cli.corpus.converters.sheets.number_formats import BUILT_IN, cell_text
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
-
 
 _MERGE = re.compile(rb"""ref=["']([A-Z]{1,3})(\d{1,7}):([A-Z]{1,3})(\d{1,7})["']""")
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")  # a control character
@@ -36,13 +33,13 @@ class Sheet:
 class Workbook:
     """Sheets of a workbook, with its strings, number formats and authors of comments."""
 
-    def __init__(self, package: OfficePackage) -> None:
-        """Raises NoDocument if the package is not a workbook."""
+    def __init__(self, package: OfficePackage, omissions: Omissions) -> None:
+        """omissions: gets what cannot be read. Raises NoDocument if the package is not a workbook."""
         self.package, self.part = package, package.main
         self.sheets, self.is_1904 = self._sheets()
-        self.formats, self.has_formats = self._formats()
+        self.formats = self._formats(omissions)
         self.strings = self._strings()
-        self.persons, self.has_persons = self._persons()
+        self.persons = self._persons(omissions)
 
     def _sheets(self) -> tuple[list[Sheet], bool]:
         """Return (sheets, whether the calendar begins in 1904)."""
@@ -61,32 +58,33 @@ class Workbook:
             sheets = [Sheet(str(number), part) for number, part in enumerate(parts, 1)]
         return sheets, is_1904
 
-    def _formats(self) -> tuple[list[str], bool]:
-        """Return (number format of each style of a cell, whether they can be read)."""
+    def _formats(self, omissions: Omissions) -> list[str]:
+        """Return the number format of each style of a cell."""
         try:
             roots = [self.package.xml(part) for part in self.package.related(self.part, "styles")[:1]]
         except DamagedPart:
-            return [], False
+            omissions.say("number formats cannot be read: dates are numbers")
+            return []
         codes = {str(key): code for key, code in BUILT_IN.items()}
         for root in roots:
             codes |= {f.get("numFmtId", ""): f.get("formatCode", "") for f in root.iter("x:numFmt")}
         styles = [xf for root in roots for styles in root.iter("x:cellXfs") for xf in styles]
-        return [codes.get(xf.get("numFmtId", ""), "") for xf in styles], True
+        return [codes.get(xf.get("numFmtId", ""), "") for xf in styles]
 
     def _strings(self) -> list[str]:
         """Return the shared strings that can be read."""
         parts = self.package.related(self.part, "sharedStrings")[:1]
         return [string_text(element) for part in parts for element in _complete(self.package, part, "x:sst")]
 
-    def _persons(self) -> tuple[dict[str, str], bool]:
-        """Return (identifier -> name of each author of comments, whether they can be read)."""
+    def _persons(self, omissions: Omissions) -> dict[str, str]:
+        """Return identifier -> name of each author of comments."""
         persons = dict[str, str]()
         try:
             for part in self.package.related(self.part, "person"):
                 persons |= {p.get("id", ""): p.get("displayName", "") for p in self.package.xml(part).iter("person")}
         except DamagedPart:
-            return persons, False
-        return persons, True
+            omissions.say("the authors of comments cannot be read")
+        return persons
 
 
 class SheetCells:
@@ -96,7 +94,6 @@ class SheetCells:
         self.num_unsaved = 0  # formulas without a saved value
         self.num_unknown = 0  # cells that refer to a string that is missing
         self._book, self._part = book, part
-        self._styles: list[str] = []
 
     def rows(self) -> Iterator[tuple[int, dict[int, str]]]:
         """Yield (row number, column -> text). See `MergedCells.spread`.

@@ -17,11 +17,7 @@ def from_xlsx(data: bytes) -> Converted:
     """Convert each row of each sheet to one line. Formulas have the values that were saved with the file."""
     omissions, unsaved = Omissions(), Omissions()
     with parsing("defusedxml", what := "a workbook"):
-        book = Workbook(OfficePackage(data, what))
-        if not book.has_formats:
-            omissions.say("number formats cannot be read: dates are numbers")
-        if not book.has_persons:
-            omissions.say("the authors of comments cannot be read")
+        book = Workbook(OfficePackage(data, what), omissions)
         parts = []
         for sheet in book.sheets:
             lines = list(_lines(book, sheet, omissions, unsaved))

@@ -7,7 +7,8 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, comment_mark, joined, parsing
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives, table_text
@@ -24,9 +25,6 @@ from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.slides.reading_order import Box, reading_order
 from cacheblend_cli.corpus.layout import Converted, Mark, shortened
 
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
-
 _SHAPES = frozenset(("p:sp", "p:graphicFrame", "p:grpSp"))
 _TITLES = frozenset(("title", "ctrTitle"))
 _FOOTERS = frozenset(("ftr", "dt", "hdr", "sldNum"))
@@ -42,14 +40,13 @@ def from_pptx(data: bytes) -> Converted:
 
 
 class _Presentation:
-    """Slides of a package, with the footers, authors and omissions found so far."""
+    """Slides of a package, with the footers and omissions found so far."""
 
     def __init__(self, package: OfficePackage) -> None:
         self._package = package
         self._main = package.main
         self._omissions = Omissions()
         self._footers = set[str]()
-        self._authors: dict[str, str] | None = None  # identifier -> name
         self._placeholders: dict[str, dict[str, Box]] = {}  # layout or master -> its placeholders
 
     def converted(self) -> Converted:
@@ -67,29 +64,21 @@ class _Presentation:
 
     def _slides(self) -> list[str]:
         """Return the parts of the slides in order; "" for a missing one."""
-        try:
-            root = self._package.xml(self._main)
-        except DamagedPart:
-            root = None
-        if root is not None and root.tag != "p:presentation":
-            raise NoDocument("not a presentation", "damaged or locked")
-        relations = self._package.relations(self._main)
-        if root is not None and relations:
-            identifiers = dict.fromkeys(slide.get("r:id", "") for slide in root.iter("p:sldId"))
-            targets = dict.fromkeys(relations[one].target if one in relations else one for one in identifiers)
-            return [target if target in self._package else "" for target in targets]
+        with suppress(DamagedPart):
+            root, relations = self._package.xml(self._main), self._package.relations(self._main)
+            if root.tag != "p:presentation":
+                raise NoDocument("not a presentation", "damaged or locked")
+            if relations:
+                identifiers = dict.fromkeys(slide.get("r:id", "") for slide in root.iter("p:sldId"))
+                targets = dict.fromkeys(relations[one].target if one in relations else one for one in identifiers)
+                return [target if target in self._package else "" for target in targets]
         self._omissions.say("the order of the slides is unknown")
         found = {int(match[1]): name for name in self._package.names if (match := _SLIDE.fullmatch(name))}
         return [name for _, name in sorted(found.items())]
 
-    def _xml(self, name: str) -> Element:
-        root = self._package.xml(name)
-        resolve_alternatives(root)
-        return root
-
     def _texts(self, name: str, place: str) -> Iterator[str]:
         """Yield the texts of a slide, the title first. Raises DamagedPart if it cannot be read."""
-        tree = child(self._xml(name), "p:cSld", "p:spTree")
+        tree = child(resolve_alternatives(self._package.xml(name)), "p:cSld", "p:spTree")
         if tree is None:
             raise DamagedPart(name)
         slide = _Slide(self._package, self._package.relations(name), self._boxes(name), self._omissions, place)
@@ -126,7 +115,8 @@ class _Presentation:
     def _notes(self, slide: str, place: str) -> Iterator[str]:
         for part in self._package.related(slide, "notesSlide"):
             try:
-                shapes = [s for s in self._xml(part).iter("p:sp") if _kind(s) not in _FOOTERS]
+                root = resolve_alternatives(self._package.xml(part))
+                shapes = [s for s in root.iter("p:sp") if _kind(s) not in _FOOTERS]
                 text = "\n".join(filter(None, map(_body, shapes)))
                 yield f"Notes: {text}" if text else ""
             except DamagedPart:
@@ -135,7 +125,7 @@ class _Presentation:
     def _comments(self, slide: str, place: str) -> Iterator[str]:
         for part in self._package.related(slide, "comments"):
             try:
-                root = self._xml(part)
+                root = resolve_alternatives(self._package.xml(part))
             except DamagedPart:
                 self._omissions.add("list of comments", place, plural="lists of comments")
                 continue
@@ -143,20 +133,19 @@ class _Presentation:
                 kind = {"cm": "Comment", "reply": "Reply"}.get(element.tag.rpartition(":")[2])
                 texts = [element.findtext("p:text", "").strip(), *map(body_text, element.findall("txBody"))]
                 if kind and any(texts):
-                    author = self._author(element.get("authorId", ""))
+                    author = self._authors.get(element.get("authorId", ""), "")
                     yield comment_mark(author, kind) + "\n".join(filter(None, texts))
 
-    def _author(self, identifier: str) -> str:
-        if self._authors is None:
-            self._authors = {}
-            for kind in ("commentAuthors", "authors"):
-                for part in self._package.related(self._main, kind):
-                    try:
-                        elements = list(self._package.xml(part).iter())
-                    except DamagedPart:
-                        continue
-                    self._authors |= {e.get("id", ""): shortened(e.get("name", "")) for e in elements}
-        return self._authors.get(identifier, "")
+    @cached_property
+    def _authors(self) -> dict[str, str]:
+        """Names of the authors of comments by identifier."""
+        authors = dict[str, str]()
+        for kind in ("commentAuthors", "authors"):
+            for part in self._package.related(self._main, kind):
+                with suppress(DamagedPart):
+                    elements = self._package.xml(part).iter()
+                    authors |= {element.get("id", ""): shortened(element.get("name", "")) for element in elements}
+        return authors
 
 
 @dataclass

@@ -6,8 +6,8 @@ import posixpath
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.charsets import decoded_page
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
@@ -15,9 +15,6 @@ from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficeP
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.web.html import html_text
 from cacheblend_cli.corpus.layout import Converted, Mark
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 _FONTS_ONLY = frozenset(("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC"))

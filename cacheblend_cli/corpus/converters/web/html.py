@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from selectolax.lexbor import LexborNode
 
 from cacheblend_cli.corpus.converters.charsets import decoded_page
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.web.markdown import markdown_of
 from cacheblend_cli.corpus.layout import Converted, TextLayout
-
-if TYPE_CHECKING:
-    from selectolax.lexbor import LexborNode
 
 _NOT_TEXT = [
     "script", "style", "noscript", "template", "svg", "canvas", "iframe", "object", "video", "audio", "nav", "aside", "dialog", "menu",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from selectolax.lexbor import LexborNode
 
 from cacheblend_cli.corpus.converters.numerals import roman
-
-if TYPE_CHECKING:
-    from selectolax.lexbor import LexborNode
 
 
 @dataclass

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+from selectolax.lexbor import LexborNode
 
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.converters.web.forms import TEXT_FIELDS, UNSEEN_FIELDS, Form
 from cacheblend_cli.corpus.converters.web.list_numbers import ListNumbers
 from cacheblend_cli.corpus.converters.web.mathml import formula_text
 from cacheblend_cli.corpus.converters.web.tables import BETWEEN_CELLS, Cell, table_text
-
-if TYPE_CHECKING:
-    from selectolax.lexbor import LexborNode
 
 ElementWriter = Iterator[None]
 """Generator that writes an element. It yields once, where the children belong, or never to leave them out."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from selectolax.lexbor import LexborNode
+from selectolax.lexbor import LexborNode
 
 _SCRIPTS = {"msup": "^", "mover": "^", "msub": "_", "munder": "_", "msubsup": "_^", "munderover": "_^"}
 _BETWEEN = {"mtable": "; ", "mtr": " "}

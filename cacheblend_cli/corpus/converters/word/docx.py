@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, parsing
 from cacheblend_cli.corpus.converters.office.drawings import drawn_text
@@ -14,9 +14,6 @@ from cacheblend_cli.corpus.converters.word.styles import Styles
 from cacheblend_cli.corpus.converters.word.tables import Block, markdown
 from cacheblend_cli.corpus.converters.word.walk import Notes, Walk
 from cacheblend_cli.corpus.layout import Converted, TextLayout
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 
 def from_docx(data: bytes) -> Converted:

@@ -7,13 +7,10 @@ be within the code or the result of other fields.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.office.package import child, children, integer
 from cacheblend_cli.corpus.converters.word.styles import is_on, value_of
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _CODE = 40  # characters of a field's code to keep
 _PAGE_FIELDS = frozenset(("PAGE", "NUMPAGES", "SECTIONPAGES", "SECTION"))

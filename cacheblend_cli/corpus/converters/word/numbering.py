@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office.package import child, children, integer
 from cacheblend_cli.corpus.converters.symbols import MARKS, without_font_codes
 from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, value_of
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _LEVELS = 9
 _LONGEST = 60  # maximum characters of a number's form

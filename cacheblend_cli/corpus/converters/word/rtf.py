@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cacheblend_cli.corpus.converters.charsets import codec_of
 from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, comment_mark, without_data_uris
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.word.rtf_text import BODY, RtfText
@@ -301,11 +301,4 @@ class _Reader:
 
     def _code_page(self, number: int) -> str:
         """Return the encoding of a code page, that of the document if it is unknown."""
-        return _known(f"cp{number}") or ("utf-8" if number == 65001 else self._ansi)
-
-
-def _known(encoding: str) -> str:
-    try:
-        return codecs.lookup(encoding).name
-    except LookupError:
-        return ""
+        return codec_of(f"cp{number}") or self._ansi

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.office.package import child, children, integer
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 _HEADING = re.compile(r"heading ?([1-9])", re.IGNORECASE)
 _OFF = frozenset(("0", "false", "off", "none"))

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import comment_mark
 from cacheblend_cli.corpus.converters.numerals import roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import child, children, integer
+from cacheblend_cli.corpus.converters.office.package import child, children, integer, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.superscripts import LOWERED, RAISED, inline_text
 from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
@@ -19,9 +19,6 @@ from cacheblend_cli.corpus.converters.word.fields import CHECKED, UNCHECKED, Fie
 from cacheblend_cli.corpus.converters.word.numbering import Numbering
 from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, outline_level, value_of
 from cacheblend_cli.corpus.converters.word.tables import Block, Cell, table_blocks
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
 
 Notes = Mapping[str, "Element"]
 """Footnotes, endnotes or comments by identifier."""
@@ -341,12 +338,5 @@ def _heading_level(properties: Element | None, style: Style | None, text: str) -
 
 def _found(parent: Element, tag: str) -> Iterator[Element]:
     """Yield the rows of a table or the cells of a row, also those in controls, but not those of inner tables."""
-    stack = [iter(parent)]
-    while stack:
-        element = next(stack[-1], None)
-        if element is None:
-            stack.pop()
-        elif element.tag == tag:
-            yield element
-        elif element.tag not in ("w:tbl", "w:p", "w:tc", "w:del", "w:moveFrom"):
-            stack.append(iter(element))
+    found = outermost(parent, tag, "w:tbl", "w:p", "w:tc", "w:del", "w:moveFrom")
+    return (element for element in found if element.tag == tag)
