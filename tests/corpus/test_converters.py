@@ -120,6 +120,7 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "cacheblend_cli.corpus.converters.pdf.pages", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(NoDocument, match=re.escape(install_hint("documents"))) as refused:
         convert(f"a{suffix}", b"x")

@@ -10,12 +10,11 @@ import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pypdfium2 import PdfDocument, PdfPage, raw
 
 from cacheblend_cli.corpus.converters.pdf.lines import Box, Piece, Row, turned
-
-if TYPE_CHECKING:
-    from pypdfium2 import PdfDocument, PdfPage
 
 _MOST = 5_000  # annotations of a page to read
 _MOST_BYTES = 1 << 20  # of a value
@@ -85,8 +84,6 @@ def _label(field_: _Field, near: list[Piece]) -> tuple[Piece | None, bool]:
 
 def annotations_of(document: PdfDocument, page: PdfPage) -> Annotations:
     """Read the annotations of a page. The document's form is initialised, if it has one."""
-    from pypdfium2 import raw
-
     found = Annotations()
     count = raw.FPDFPage_GetAnnotCount(page.raw)
     found.num_left = max(0, count - _MOST)
@@ -115,8 +112,6 @@ def annotations_of(document: PdfDocument, page: PdfPage) -> Annotations:
 
 def _widget(form: Any, annotation: Any, page: PdfPage) -> Iterator[_Field]:
     """Yield the field of a widget, if it has a value."""
-    from pypdfium2 import raw
-
     kind = raw.FPDFAnnot_GetFormFieldType(form, annotation)
     box = _box(annotation, page)
     name = _text(raw.FPDFAnnot_GetFormFieldAlternateName, form, annotation)
@@ -132,8 +127,6 @@ def _widget(form: Any, annotation: Any, page: PdfPage) -> Iterator[_Field]:
 
 
 def _box(annotation: Any, page: PdfPage) -> Box:
-    from pypdfium2 import raw
-
     place = raw.FS_RECTF()
     raw.FPDFAnnot_GetRect(annotation, ctypes.byref(place))
     left, right = sorted((place.left, place.right))
@@ -143,8 +136,6 @@ def _box(annotation: Any, page: PdfPage) -> Box:
 
 def _text(read: Callable[..., int], *arguments: Any) -> str:
     """Return a text in one line, by a function of PDFium that fills a buffer."""
-    from pypdfium2 import raw
-
     size = min(read(*arguments, None, 0), _MOST_BYTES)
     buffer = ctypes.create_string_buffer(max(size, 2))
     read(*arguments, ctypes.cast(buffer, ctypes.POINTER(raw.FPDF_WCHAR)), size)

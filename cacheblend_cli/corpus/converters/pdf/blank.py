@@ -6,10 +6,8 @@ import base64
 import re
 import zlib
 from io import BytesIO
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pypdfium2 import PdfDocument
+from pypdfium2 import PdfDocument, PdfiumError, raw
 
 _MOST_COPIED = 64 << 20  # bytes of copied pages for a document
 _MOST_STREAMS = 64  # of a blank page
@@ -23,16 +21,12 @@ class BlankPages:
     """Recognises the blank pages of a document."""
 
     def __init__(self, document: PdfDocument) -> None:
-        from pypdfium2 import raw
-
         self._document = document
         self._copied = 0
         self._is_intact = bool(raw.FPDF_DocumentHasValidCrossReferenceTable(document.raw))
 
     def is_blank(self, index: int) -> bool:
         """Return whether a page on which PDFium finds nothing is intact. index: of the page, from 0 on."""
-        from pypdfium2 import PdfDocument, PdfiumError
-
         if not self._is_intact or self._copied > _MOST_COPIED:
             return False
         file = BytesIO()

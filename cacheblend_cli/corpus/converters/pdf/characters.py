@@ -11,13 +11,11 @@ import unicodedata
 from array import array
 from collections.abc import Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
+
+from pypdfium2 import PdfPage, raw
 
 from cacheblend_cli.corpus.converters.pdf.lines import LINE_ENDS, Box, turned
 from cacheblend_cli.corpus.converters.symbols import BULLETS
-
-if TYPE_CHECKING:
-    from pypdfium2 import PdfPage
 
 _UNKNOWN = frozenset(("Cc", "Cn", "Co"))  # categories: control, unassigned, private
 _UNKNOWN_SHARE = 0.02  # unknown characters of a text that reads like words
@@ -34,8 +32,6 @@ _SCRIPTS = (
 
 def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
     """Return the characters of a page, their boxes, and the number of characters left out."""
-    from pypdfium2 import raw
-
     text_page = page.get_textpage()
     count, handle = text_page.count_chars(), text_page.raw
     places = (raw.FS_RECTF * max(count, 1))()
