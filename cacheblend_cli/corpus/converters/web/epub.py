@@ -76,16 +76,14 @@ class _Book:
         yield from sorted(name for name in self._package.names if name.endswith(".opf"))
 
     def _encrypted_parts(self) -> frozenset[str]:
-        try:
-            elements = list(self._package.xml(_ENCRYPTION).iter("EncryptedData"))
-        except DamagedPart:
-            return frozenset()
-        return frozenset(
-            posixpath.normpath(unquote(reference.get("URI", ""))).lower()
-            for element in elements
-            if not any(method.get("Algorithm") in _FONTS_ONLY for method in element.iter("EncryptionMethod"))
-            for reference in element.iter("CipherReference")
-        )
+        with suppress(DamagedPart):
+            return frozenset(
+                posixpath.normpath(unquote(reference.get("URI", ""))).lower()
+                for element in self._package.xml(_ENCRYPTION).iter("EncryptedData")
+                if not any(method.get("Algorithm") in _FONTS_ONLY for method in element.iter("EncryptionMethod"))
+                for reference in element.iter("CipherReference")
+            )
+        return frozenset()
 
     def _chapters(self, names: list[str]) -> Iterator[tuple[str, Mark]]:
         number, num_encrypted = 0, 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from selectolax.lexbor import LexborNode
 
 from cacheblend_cli.corpus.converters.superscripts import superscript
-from cacheblend_cli.corpus.converters.web.forms import TEXT_FIELDS, UNSEEN_FIELDS, Form
 from cacheblend_cli.corpus.converters.web.list_numbers import ListNumbers
 from cacheblend_cli.corpus.converters.web.mathml import formula_text
 from cacheblend_cli.corpus.converters.web.tables import BETWEEN_CELLS, Cell, table_text
@@ -21,8 +21,22 @@ _BLOCKS = frozenset(
     "address article blockquote body caption center dd details div dl dt fieldset figcaption figure footer form h1 h2 h3 h4 h5 h6 header "
     "hgroup hr html legend li listing main ol optgroup p plaintext pre section summary table tbody td tfoot th thead tr ul xmp".split()
 )
+_LONG_FORM = 200  # characters of text, besides labels, from which a form is a part of the page
+_FILLED_FORM = 2  # filled fields from which a form is a record
+_LARGE_FORM = 0.3  # share of the page's text from which a form is the page
+_TEXT_FIELDS = frozenset("text email tel url number date datetime-local time month week color range".split())
+_UNSEEN_FIELDS = frozenset("hidden submit button image reset".split())
 _MOST_NESTED = 60  # lists, tables and forms within each other; deeper ones are written as paragraphs
 _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff")) | {ord(BETWEEN_CELLS): " ", 0: " "}
+
+
+@dataclass
+class _Form:
+    """Counts of one form."""
+
+    num_characters: int = 0  # text besides labels
+    num_filled: int = 0  # text fields with a value
+    num_fields: int = 0
 
 
 def markdown_of(root: LexborNode, num_characters: int) -> str:
@@ -58,7 +72,7 @@ class _Writer:
         self._preformatted = self._marked = self._in_label = 0  # open elements
         self._numbers: list[ListNumbers | None] = []  # of the open lists
         self._tables = list[list[list[Cell]]]()
-        self._forms = list[Form]()
+        self._forms = list[_Form]()
 
     def write(self, text: str) -> None:
         """Add a text of the page. Line ends of the source become blanks, except in preformatted text."""
@@ -167,11 +181,13 @@ class _Writer:
         self._tables[-1][-1].append(Cell(text, _span(node, "colspan", 1000), _span(node, "rowspan", 65534)))
 
     def _form(self, node: LexborNode) -> ElementWriter:
-        self._forms.append(form := Form())
+        """Write a form that is a part of the page, instead of a log-in, a search or a way to contact somebody."""
+        self._forms.append(form := _Form())
         with self._apart() as pieces:
             yield
         self._forms.pop()
-        if form.is_read(sum(map(len, pieces)), self._page):
+        is_long = form.num_characters >= _LONG_FORM or sum(map(len, pieces)) >= _LARGE_FORM * self._page
+        if is_long or form.num_filled >= _FILLED_FORM or not form.num_fields:
             self._pieces[-1] += pieces
 
     def _label(self, node: LexborNode) -> ElementWriter:
@@ -181,11 +197,11 @@ class _Writer:
 
     def _input(self, node: LexborNode) -> ElementWriter:
         kind, form = (node.attributes.get("type") or "text").lower(), self._forms[-1] if self._forms else None
-        if form is not None and kind not in UNSEEN_FIELDS:
+        if form is not None and kind not in _UNSEEN_FIELDS:
             form.num_fields += 1
         if kind in ("checkbox", "radio") and (form is not None or self._is_at_start_of_item()):
             self.write("[x] " if "checked" in node.attributes else "[ ] ")
-        elif form is not None and kind in TEXT_FIELDS and (value := (node.attributes.get("value") or "").strip()):
+        elif form is not None and kind in _TEXT_FIELDS and (value := (node.attributes.get("value") or "").strip()):
             form.num_filled += 1
             self.write(f" {value} ")
         return iter(())
