@@ -65,11 +65,9 @@ def _inline(element: Element) -> str:
     """Return the text of a child of a paragraph. a14:m has equations, and its namespace no prefix."""
     if element.tag in ("m", "m:oMath", "m:oMathPara"):
         return equation_text(element)
-    return "\n" if element.tag == "a:br" else _run(element) if element.tag in ("a:r", "a:fld") else ""
-
-
-def _run(element: Element) -> str:
-    if element.get("type") == "slidenum":
+    if element.tag == "a:br":
+        return "\n"
+    if element.tag not in ("a:r", "a:fld") or element.get("type") == "slidenum":
         return ""
     return "".join(t.text or "" for t in element.findall("a:t"))
 

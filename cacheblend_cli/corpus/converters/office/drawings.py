@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from xml.etree.ElementTree import Element
 
@@ -24,8 +24,6 @@ from cacheblend_cli.corpus.layout import shortened
 _MOST_INDENT = 9  # levels of a diagram to indent
 _AXES = frozenset(("c:catAx", "c:dateAx", "c:valAx", "c:serAx", "axis"))
 _MOST_LEVELS = 16  # of the categories of a chart
-
-
 DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
 """Kind of relation to a drawing -> name of what is drawn."""
 
@@ -76,8 +74,8 @@ class _Series:
     """Series of a chart. categories and values: place -> text."""
 
     name: str
-    categories: Mapping[int, str] = field(default_factory=dict)
-    values: Mapping[int, str] = field(default_factory=dict)
+    categories: Mapping[int, str]
+    values: Mapping[int, str]
 
 
 def chart_text(root: Element) -> str:

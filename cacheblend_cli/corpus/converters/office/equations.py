@@ -96,8 +96,7 @@ def _limit(element: Element, depth: int) -> str:
 
 
 def _nary(element: Element, depth: int) -> str:
-    sign = _value(element, "m:naryPr", "m:chr", "\u222b")
-    return f"{sign}{_limits(element, depth)} {_part(element, 'm:e', depth)}"
+    return _value(element, "m:naryPr", "m:chr", "\u222b") + _before(element, depth)
 
 
 def _root(element: Element, depth: int) -> str:

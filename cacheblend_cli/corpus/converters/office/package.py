@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote
@@ -13,6 +14,7 @@ from zipfile import BadZipFile
 
 from cacheblend_cli.corpus.converters.archive import opened
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.omissions import Omissions
 
 _LARGEST = 1 << 53
 """Larger numbers are damage; floats have this one exactly."""
@@ -33,8 +35,6 @@ _PREFIXES = {
     for address in (f"http://schemas.openxmlformats.org/{transitional}", f"http://purl.oclc.org/ooxml/{strict}")
 }
 """Namespace -> prefix: those of Transitional and of Strict Open XML."""
-
-
 _MAINS = ("word/document.xml", "ppt/presentation.xml", "xl/workbook.xml")
 """Usual names of main parts, for packages whose own relations are missing or damaged."""
 _READ_ERRORS = (KeyError, BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError)
@@ -42,6 +42,15 @@ _READ_ERRORS = (KeyError, BadZipFile, zlib.error, EOFError, OSError, RuntimeErro
 
 class DamagedPart(Exception):
     """Raised for a part that cannot be unpacked or parsed."""
+
+
+@contextmanager
+def reporting_damage(omissions: Omissions, sentence: str) -> Iterator[None]:
+    """Convert a DamagedPart to an omission: a sentence such as "slide 3 cannot be read"."""
+    try:
+        yield
+    except DamagedPart:
+        omissions.say(sentence)
 
 
 @dataclass(frozen=True)

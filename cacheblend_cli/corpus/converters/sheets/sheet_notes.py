@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import itemgetter
 
 from cacheblend_cli.corpus.converters.converter import comment_mark
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_cli.corpus.converters.office.drawings import DRAWN, drawn_text
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, integer, outermost
+from cacheblend_cli.corpus.converters.office.package import OfficePackage, integer, outermost, reporting_damage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheets.workbook import string_text
 
 _ROW = re.compile(r"[A-Z]{1,3}(\d{1,7})")
 
 
-def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> list[tuple[int, str]]:
-    """Return (row number, "Comment on B4 by Mara: Only until May") of the comments on a sheet, by row.
+def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Return ("Comment on B4 by Mara: Only until May", row number) of the comments on a sheet, by row.
 
     sheet: name of its part. persons: identifier -> name. Raises DamagedPart.
     """
@@ -35,24 +36,20 @@ def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> 
             if cell not in threaded:  # else a copy for old programs
                 found.append((cell, author, string_text(element).removeprefix(f"{author}:").strip()))
     lines = [
-        (int(m[1]) if (m := _ROW.fullmatch(cell)) else 0, comment_mark(author, f"Comment on {cell}") + text)
+        (comment_mark(author, f"Comment on {cell}") + text, int(m[1]) if (m := _ROW.fullmatch(cell)) else 0)
         for cell, author, text in found
         if text
     ]
-    return sorted(lines, key=lambda line: line[0])
+    return sorted(lines, key=itemgetter(1))
 
 
 def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place: str) -> list[str]:
     """Return the texts of the shapes, charts and diagrams that are drawn on a sheet. sheet: name of its part."""
     texts = list[str]()
     for part in package.related(sheet, "drawing"):
-        try:
-            root = resolve_alternatives(package.xml(part))
-        except DamagedPart:
-            omissions.say(f"the drawings on {place} cannot be read")
-            continue
-        texts += map(body_text, root.iter("txBody"))
-        for relation in package.relations(part).values():
-            if (thing := DRAWN.get(relation.kind)) is not None:
-                texts.append(drawn_text(package, relation, thing, omissions, place))
+        with reporting_damage(omissions, f"the drawings on {place} cannot be read"):
+            texts += map(body_text, resolve_alternatives(package.xml(part)).iter("txBody"))
+            for relation in package.relations(part).values():
+                if (thing := DRAWN.get(relation.kind)) is not None:
+                    texts.append(drawn_text(package, relation, thing, omissions, place))
     return list(filter(None, texts))

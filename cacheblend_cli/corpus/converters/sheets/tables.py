@@ -59,8 +59,8 @@ def numbered_lines(rows: Iterable[tuple[int, Cells]], *, is_file: bool = False) 
         ahead = list(islice(group, _LOOK_AHEAD))
         block = [cells for _, cells in ahead]
         found = _Table.of(block, is_file)
-        is_new = found.certain or (found.named and (gap != 1 or found.names.keys() != table.names.keys()))
-        if gap == 1 and before and not found.certain and (above := _Table.below(before, block)).named:
+        is_new = found.certain or (found.names and (gap != 1 or found.names.keys() != table.names.keys()))
+        if gap == 1 and before and not found.certain and (above := _Table.below(before, block)).names:
             table = above
         elif is_new:
             table = found
@@ -69,7 +69,7 @@ def numbered_lines(rows: Iterable[tuple[int, Cells]], *, is_file: bool = False) 
         for index, (number, cells) in enumerate(chain(ahead, group)):
             for line in table.lines(cells) if index >= table.first else (_line({}, cells),):
                 yield line, number
-        before, gap = block[-1] if len(block[-1]) > 1 and not table.named else {}, 0
+        before, gap = block[-1] if len(block[-1]) > 1 and not table.names else {}, 0
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,6 @@ class _Table:
     first: int = 0  # rows before the first record
     certain: bool = False  # the header row differs from the others in kind
     has_notes: bool = False  # a row with nothing but a text in the first column is a title or a note
-
-    @property
-    def named(self) -> bool:
-        return bool(self.names)
 
     @classmethod
     def of(cls, rows: Sequence[Cells], is_file: bool = False) -> _Table:

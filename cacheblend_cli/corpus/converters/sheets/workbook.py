@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from xml.etree.ElementTree import Element
 
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, reporting_damage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
 from cacheblend_cli.corpus.converters.sheets.number_formats import BUILT_IN, cell_text
@@ -60,12 +60,9 @@ class Workbook:
 
     def _formats(self, omissions: Omissions) -> list[str]:
         """Return the number format of each style of a cell."""
-        try:
+        codes, roots = {str(key): code for key, code in BUILT_IN.items()}, list[Element]()
+        with reporting_damage(omissions, "number formats cannot be read: dates are numbers"):
             roots = [self.package.xml(part) for part in self.package.related(self.part, "styles")[:1]]
-        except DamagedPart:
-            omissions.say("number formats cannot be read: dates are numbers")
-            return []
-        codes = {str(key): code for key, code in BUILT_IN.items()}
         for root in roots:
             codes |= {f.get("numFmtId", ""): f.get("formatCode", "") for f in root.iter("x:numFmt")}
         styles = [xf for root in roots for styles in root.iter("x:cellXfs") for xf in styles]
@@ -79,11 +76,9 @@ class Workbook:
     def _persons(self, omissions: Omissions) -> dict[str, str]:
         """Return identifier -> name of each author of comments."""
         persons = dict[str, str]()
-        try:
+        with reporting_damage(omissions, "the authors of comments cannot be read"):
             for part in self.package.related(self.part, "person"):
                 persons |= {p.get("id", ""): p.get("displayName", "") for p in self.package.xml(part).iter("person")}
-        except DamagedPart:
-            omissions.say("the authors of comments cannot be read")
         return persons
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import merge
+from operator import itemgetter
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.package import OfficePackage, reporting_damage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheets.sheet_notes import comments, drawn_texts
 from cacheblend_cli.corpus.converters.sheets.tables import Cells, numbered_lines
@@ -33,18 +35,11 @@ def from_xlsx(data: bytes) -> Converted:
 def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omissions) -> Iterator[str]:
     """Yield the lines of a sheet: rows with the comments on them, then the text boxes."""
     place, cells = f"sheet {sheet.name}", SheetCells(book, sheet.part)
-    try:
+    notes = list[tuple[str, int]]()
+    with reporting_damage(omissions, f"the comments on {place} cannot be read"):
         notes = comments(book.package, sheet.part, book.persons)
-    except DamagedPart:
-        omissions.say(f"the comments on {place} cannot be read")
-        notes = []
-    notes.reverse()
-    for line, row in numbered_lines(_rows(cells, omissions, place)):
-        while notes and notes[-1][0] < row:
-            yield notes.pop()[1]
-        yield line
-    for _, note in reversed(notes):
-        yield note
+    lines = numbered_lines(_rows(cells, omissions, place))
+    yield from (line for line, _ in merge(lines, notes, key=itemgetter(1)))
     if cells.num_unsaved:
         plural = "formulas without saved values"
         unsaved.add("formula without a saved value", place, count=cells.num_unsaved, plural=plural)
@@ -58,7 +53,5 @@ def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omission
 
 def _rows(cells: SheetCells, omissions: Omissions, place: str) -> Iterator[tuple[int, Cells]]:
     """Yield the rows that can be read."""
-    try:
+    with reporting_damage(omissions, f"{place} cannot be read, or not all of it"):
         yield from cells.rows()
-    except DamagedPart:
-        omissions.say(f"{place} cannot be read, or not all of it")

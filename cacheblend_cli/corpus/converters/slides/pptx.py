@@ -20,6 +20,7 @@ from cacheblend_cli.corpus.converters.office.package import (
     child,
     integer,
     outermost,
+    reporting_damage,
 )
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.slides.reading_order import Box, reading_order
@@ -30,8 +31,8 @@ _TITLES = frozenset(("title", "ctrTitle"))
 _FOOTERS = frozenset(("ftr", "dt", "hdr", "sldNum"))
 _DEEPEST = 16  # groups inside groups whose shapes are put in reading order
 _SLIDE = re.compile(r"ppt/slides/slide(\d{1,9})\.xml")
-_FRAMES = {"c:chart": "chart", "chart": "chart", "dgm:relIds": "diagram", "p:oleObj": "embedded object"}
-"""Content of a graphic frame -> its name as an omission."""
+_FRAMES = {"c:chart": "chart", "chart": "chart", "dgm:relIds": "diagram"}
+"""Content of a graphic frame -> name of what is drawn."""
 
 
 def from_pptx(data: bytes) -> Converted:
@@ -53,11 +54,9 @@ class _Presentation:
         parts = list[tuple[str, Mark]]()
         names = self._slides()
         for slide, name in enumerate(names, 1):
-            try:
+            with reporting_damage(self._omissions, f"slide {slide} cannot be read"):
                 text = "\n\n".join(filter(None, self._texts(name, f"slide {slide}")))
                 parts.append((text, Mark(0, f"slide {slide}")))
-            except DamagedPart:
-                self._omissions.say(f"slide {slide} cannot be read")
         if names and not parts:
             raise NoDocument("not a presentation: no slide can be read", "damaged or locked")
         return joined(parts, "markdown", omissions=self._omissions)
@@ -184,12 +183,11 @@ class _Slide:
         for table in outermost(frame, "a:tbl"):
             yield table_text(table)
         for element in frame.iter():
-            if (thing := _FRAMES.get(element.tag)) is not None:
-                if thing in ("chart", "diagram"):
-                    relation = self.relations.get(element.get("r:id") or element.get("r:dm") or "")
-                    yield drawn_text(self.package, relation, thing, self.omissions, self.place)
-                else:
-                    self.omissions.add(thing, self.place)
+            if element.tag == "p:oleObj":
+                self.omissions.add("embedded object", self.place)
+            elif (thing := _FRAMES.get(element.tag)) is not None:
+                relation = self.relations.get(element.get("r:id") or element.get("r:dm") or "")
+                yield drawn_text(self.package, relation, thing, self.omissions, self.place)
 
     def _box(self, shape: Element) -> Box | None:
         return _own_box(shape) or next((self.boxes[name] for name in _names(shape) if name in self.boxes), None)

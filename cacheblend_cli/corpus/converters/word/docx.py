@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, parsing
-from cacheblend_cli.corpus.converters.office.drawings import drawn_text
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, children
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, children, reporting_damage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.word.numbering import Numbering
 from cacheblend_cli.corpus.converters.word.styles import Styles
@@ -24,7 +23,8 @@ def from_docx(data: bytes) -> Converted:
     omissions = tuple(document.omissions)
     if not text:
         raise NoDocument(f"no text, only {', '.join(omissions)}" if omissions else "empty", "empty")
-    return Converted(text + "\n", TextLayout("markdown", numbered=False, title=document.title, omissions=omissions))
+    layout = TextLayout("markdown", numbered=False, title=document.walk.title, omissions=omissions)
+    return Converted(text + "\n", layout)
 
 
 class _Document:
@@ -36,16 +36,7 @@ class _Document:
         styles = Styles(self._part("styles", "styles"))
         numbering = Numbering(self._part("numbering", "list numbers"), styles)
         notes = {kind: self._notes(kind) for kind in ("footnote", "endnote", "comment")}
-        relations = package.relations(self._main)
-
-        def drawn(identifier: str, thing: str, place: str) -> str:
-            return drawn_text(package, relations.get(identifier), thing, self.omissions, place)
-
-        self._walk = Walk(styles, numbering, notes, self.omissions, drawn)
-
-    @property
-    def title(self) -> str:
-        return self._walk.title
+        self.walk = Walk(package, styles, numbering, notes, self.omissions)
 
     def blocks(self) -> Iterator[Block]:
         """Yield the headers, the body and the footers. Raises NoDocument if nothing can be read."""
@@ -53,7 +44,7 @@ class _Document:
         has_text = False
         try:
             for element in self._package.blocks(self._main, "w:body"):
-                for block in self._walk.body([element]):
+                for block in self.walk.body([element]):
                     has_text = True
                     yield block
         except DamagedPart as error:
@@ -63,11 +54,9 @@ class _Document:
         yield from self._margins("footer")
 
     def _part(self, kind: str, what: str) -> Element | None:
-        try:
+        with reporting_damage(self.omissions, f"its {what} cannot be read"):
             return next(map(self._package.xml, self._package.related(self._main, kind)), None)
-        except DamagedPart:
-            self.omissions.say(f"its {what} cannot be read")
-            return None
+        return None
 
     def _notes(self, kind: str) -> Notes:
         root = self._part(f"{kind}s", f"{kind}s")
@@ -77,9 +66,7 @@ class _Document:
         """Yield the distinct headers or footers of all sections."""
         texts = dict[str, None]()
         for name in self._package.related(self._main, kind):
-            try:
-                texts[self._walk.margin(self._package.xml(name))] = None
-            except DamagedPart:
-                self.omissions.say(f"a {kind} cannot be read")
+            with reporting_damage(self.omissions, f"a {kind} cannot be read"):
+                texts[self.walk.margin(self._package.xml(name))] = None
         for text in filter(None, texts):
             yield Block(f"{kind.title()}: {text}")

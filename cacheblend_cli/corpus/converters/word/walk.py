@@ -10,8 +10,9 @@ from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import comment_mark
 from cacheblend_cli.corpus.converters.numerals import roman
+from cacheblend_cli.corpus.converters.office.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import child, children, integer, outermost
+from cacheblend_cli.corpus.converters.office.package import OfficePackage, child, children, integer, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.superscripts import LOWERED, RAISED, inline_text
 from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
@@ -47,17 +48,15 @@ class Walk:
 
     def __init__(
         self,
+        package: OfficePackage,
         styles: Styles,
         numbering: Numbering,
         notes: Mapping[str, Notes],
         omissions: Omissions,
-        drawn: Callable[[str, str, str], str],
     ) -> None:
-        """notes: notes by kind: "footnote", "endnote", "comment".
-        drawn: maps (identifier of the relation, "chart" or "diagram", place) to the text of a drawing in the body.
-        """
+        """notes: notes by kind: "footnote", "endnote", "comment"."""
         self._styles, self._numbering, self._notes, self._omissions = styles, numbering, notes, omissions
-        self._drawn = drawn
+        self._package, self._relations = package, package.relations(package.main)
         self.title = ""
         self._story = _Story()
         self._num_stories = self._depth = 0
@@ -88,7 +87,7 @@ class Walk:
             "w:footnoteReference": lambda element: self._note("footnote", element),
             "w:endnoteReference": lambda element: self._note("endnote", element),
             **dict.fromkeys(("w:commentReference", "w:commentRangeStart"), self._comment),
-            "w:txbxContent": self._text_box,
+            "w:txbxContent": lambda element: self._story.boxes.extend(self._separately(element)),
             "textpath": lambda element: self._story.boxes.append(Block(" ".join(element.get("string", "").split()))),
             "docPr": self._picture,
             "mc:AlternateContent": self._alternate,
@@ -130,12 +129,10 @@ class Walk:
     def _separately(self, elements: Iterable[Element]) -> list[Block]:
         """Convert a flow of text within another one."""
         outer, self._story = self._story, _Story()
-        look = self._style, self._font, self._is_hidden
         self._num_stories += 1
         self._visit(elements)
         self._end_paragraph()
         self._num_stories -= 1
-        self._style, self._font, self._is_hidden = look
         story, self._story = self._story, outer
         return story.blocks
 
@@ -157,8 +154,7 @@ class Walk:
             story.parts, self._initial = [], story.parts
         elif not is_deleted or any(part.strip() for part in story.parts):
             self._end_paragraph(properties, style)
-        if not self._num_stories:
-            self._add_notes()
+        self._add_notes()
 
     def _end_paragraph(self, properties: Element | None = None, style: Style | None = None) -> None:
         """Make a block of the text so far. style: None for text outside of paragraphs, without a number."""
@@ -193,8 +189,7 @@ class Walk:
                 before = integer(value_of(properties, "w:gridBefore"))
                 rows.append(list(self._cells(row, min(max(before, 0), 1000))))
         self._story.blocks += table_blocks(rows)
-        if not self._num_stories:
-            self._add_notes()
+        self._add_notes()
 
     def _cells(self, row: Element, start: int) -> Iterator[Cell]:
         for cell in _found(row, "w:tc"):
@@ -290,12 +285,9 @@ class Walk:
                 self._noted.append(Block(comment_mark(note.get("author", "")) + text))
 
     def _add_notes(self) -> None:
-        self._story.blocks += self._noted
-        self._noted = []
-
-    def _text_box(self, element: Element) -> None:
-        blocks = self._separately(element)
-        self._story.boxes += blocks
+        if not self._num_stories:
+            self._story.blocks += self._noted
+            self._noted = []
 
     def _picture(self, element: Element) -> None:
         """Add the description of a picture, unless it is a file name."""
@@ -317,7 +309,9 @@ class Walk:
     def _drawing(self, thing: str, relation: str) -> None:
         if self._page_words is not None or self._is_hidden:  # headers and footers have relations of their own
             self._left_out(thing)
-        elif text := self._drawn(relation, thing, self._heading):
+            return
+        text = drawn_text(self._package, self._relations.get(relation), thing, self._omissions, self._heading)
+        if text:
             self._story.boxes.append(Block(text))
 
     def _left_out(self, thing: str) -> None:
