@@ -49,6 +49,7 @@ _LIBRARIES = {
 }
 """Converters that need the extra `documents` -> module that they import."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
+_imported = cache(resolve_name)
 _WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), from_code)
 
 
@@ -58,13 +59,7 @@ def converter_of(name: str) -> Converter | None:
     if not path.suffix:
         return _WITHOUT_SUFFIX.get(path.name.lower(), from_plain)
     found = _BY_SUFFIX.get(path.suffix.lower())
-    return None if found is None else _imported(found)
-
-
-@cache
-def _imported(converter: str) -> Converter:
-    found: Converter = resolve_name(f"{__name__}.{converter}")
-    return found
+    return None if found is None else _imported(f"{__name__}.{found}")
 
 
 def readable_suffixes() -> list[str]:
