@@ -7,7 +7,7 @@ from collections.abc import Callable
 from unicodedata import normalize
 from xml.etree.ElementTree import Element
 
-from cacheblend_cli.corpus.converters.office.package import child, children
+from cacheblend_cli.corpus.converters.office.package import child
 
 _DEEPEST = 50  # maximum nesting; deeper parts lose their structure
 _ATOM = re.compile(r"-?\w+(?:\.\w+)?")
@@ -111,23 +111,23 @@ def _function(element: Element, depth: int) -> str:
 
 def _delimited(element: Element, depth: int) -> str:
     first, last = _value(element, "m:dPr", "m:begChr", "("), _value(element, "m:dPr", "m:endChr", ")")
-    parts = [_text(inner, depth).strip() for inner in children(element, "m:e")]
+    parts = [_text(inner, depth).strip() for inner in element.findall("m:e")]
     inner = _value(element, "m:dPr", "m:sepChr", "|").join(parts)
     is_matrix = len(parts) == 1 and [found.tag for found in child(element, "m:e") or ()] == ["m:m"]
     return first + (inner[1:-1] if is_matrix else inner) + last
 
 
 def _matrix(element: Element, depth: int) -> str:
-    rows = (", ".join(_text(cell, depth).strip() for cell in children(row, "m:e")) for row in children(element, "m:mr"))
+    rows = (", ".join(_text(cell, depth).strip() for cell in row.findall("m:e")) for row in element.findall("m:mr"))
     return f"[{'; '.join(rows)}]"
 
 
 def _lines(element: Element, depth: int) -> str:
-    return "; ".join(_text(inner, depth).replace("&", "").strip() for inner in children(element, "m:e"))
+    return "; ".join(_text(inner, depth).replace("&", "").strip() for inner in element.findall("m:e"))
 
 
 def _equations(element: Element, depth: int) -> str:
-    return "; ".join(_text(inner, depth) for inner in children(element, "m:oMath"))
+    return "; ".join(_text(inner, depth) for inner in element.findall("m:oMath"))
 
 
 def _accented(element: Element, depth: int) -> str:

@@ -145,18 +145,15 @@ class OfficePackage:
         return [target for target in dict.fromkeys(found) if target in self]
 
 
-def children(element: Element, *names: str) -> Iterator[Element]:
-    """Yield the descendants on a path of names. (ElementTree's own paths do not take short names.)"""
-    if not names:
-        yield element
-    for inner in element if names else ():
-        if inner.tag == names[0]:
-            yield from children(inner, *names[1:])
-
-
 def child(element: Element | None, *names: str) -> Element | None:
-    """Return the first descendant on a path of names, None if there is none."""
-    return None if element is None else next(children(element, *names), None)
+    """Return the first descendant on a path of names, None if there is none.
+
+    ElementTree's own paths do not take short names, but its searches for one name do.
+    """
+    if element is None or not names:
+        return element
+    found = (child(inner, *names[1:]) for inner in element.findall(names[0]))
+    return next((inner for inner in found if inner is not None), None)
 
 
 def integer(text: str | None, default: int = 0) -> int:

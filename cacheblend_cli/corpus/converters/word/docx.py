@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, parsing
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, children, reporting_damage
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, reporting_damage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.word.numbering import Numbering
 from cacheblend_cli.corpus.converters.word.styles import Styles
@@ -60,7 +60,7 @@ class _Document:
 
     def _notes(self, kind: str) -> Notes:
         root = self._part(f"{kind}s", f"{kind}s")
-        return {} if root is None else {element.get("id", ""): element for element in children(root, f"w:{kind}")}
+        return {} if root is None else {element.get("id", ""): element for element in root.findall(f"w:{kind}")}
 
     def _margins(self, kind: str) -> Iterator[Block]:
         """Yield the distinct headers or footers of all sections."""

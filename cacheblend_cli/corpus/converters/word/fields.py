@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from cacheblend_cli.corpus.converters.office.package import child, children, integer
+from cacheblend_cli.corpus.converters.office.package import child, integer
 from cacheblend_cli.corpus.converters.word.styles import is_on, value_of
 
 _CODE = 40  # characters of a field's code to keep
@@ -76,6 +76,6 @@ def form_value(element: Element) -> str:
     if box is not None:
         checked = is_on(box, "w:checked")
         return CHECKED if (is_on(box, "w:default") if checked is None else checked) else UNCHECKED
-    entries = [] if choice is None else [entry.get("val", "") for entry in children(choice, "w:listEntry")]
+    entries = [] if choice is None else [entry.get("val", "") for entry in choice.findall("w:listEntry")]
     chosen = integer(value_of(choice, "w:result") or value_of(choice, "w:default"))
     return entries[chosen] if 0 <= chosen < len(entries) else ""

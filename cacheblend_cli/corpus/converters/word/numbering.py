@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
-from cacheblend_cli.corpus.converters.office.package import child, children, integer
+from cacheblend_cli.corpus.converters.office.package import child, integer
 from cacheblend_cli.corpus.converters.symbols import MARKS, without_font_codes
 from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, value_of
 
@@ -70,10 +70,10 @@ class Numbering:
         self._elements: dict[str, Element] = {}
         self._lists: dict[str, _List | None] = {}
         if root is not None:
-            for element in children(root, "w:abstractNum"):
+            for element in root.findall("w:abstractNum"):
                 definition = _Definition(_levels(element), value_of(element, "w:numStyleLink"))
                 self._definitions[element.get("abstractNumId", "")] = definition
-            self._elements = {element.get("numId", ""): element for element in children(root, "w:num")}
+            self._elements = {element.get("numId", ""): element for element in root.findall("w:num")}
 
     def next(self, properties: Element | None, style: Style) -> Label | None:
         """Count a paragraph and return its number, None outside of lists. properties: its w:pPr."""
@@ -95,7 +95,7 @@ class Numbering:
             found = None
             if element is not None and definition is not None:
                 found = _List(dict(definition.levels), definition.counters, {})
-                for override in children(element, "w:lvlOverride"):
+                for override in element.findall("w:lvlOverride"):
                     level, start = integer(override.get("ilvl")), value_of(override, "w:startOverride")
                     if (own := child(override, "w:lvl")) is not None and level in range(_LEVELS):
                         found.levels[level] = _Level.of(own)
@@ -113,7 +113,7 @@ class Numbering:
 
 
 def _levels(definition: Element) -> dict[int, _Level]:
-    levels = ((integer(element.get("ilvl")), element) for element in children(definition, "w:lvl"))
+    levels = ((integer(element.get("ilvl")), element) for element in definition.findall("w:lvl"))
     return {number: _Level.of(element) for number, element in levels if number in range(_LEVELS)}
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from xml.etree.ElementTree import Element
 
-from cacheblend_cli.corpus.converters.office.package import child, children, integer
+from cacheblend_cli.corpus.converters.office.package import child, integer
 
 _HEADING = re.compile(r"heading ?([1-9])", re.IGNORECASE)
 _OFF = frozenset(("0", "false", "off", "none"))
@@ -44,7 +44,7 @@ class Styles:
         """root: w:styles; None if the document has none."""
         self._elements: dict[str, Element] = {}
         self._default = ""
-        for element in () if root is None else children(root, "w:style"):
+        for element in () if root is None else root.findall("w:style"):
             name = element.get("styleId", "")
             self._elements[name] = element
             if element.get("type") == "paragraph" and element.get("default", "0") not in _OFF:

@@ -12,7 +12,7 @@ from cacheblend_cli.corpus.converters.converter import comment_mark
 from cacheblend_cli.corpus.converters.numerals import roman
 from cacheblend_cli.corpus.converters.office.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import OfficePackage, child, children, integer, outermost
+from cacheblend_cli.corpus.converters.office.package import OfficePackage, child, integer, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.superscripts import LOWERED, RAISED, inline_text
 from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
@@ -77,7 +77,7 @@ class Walk:
             **dict.fromkeys(("w:br", "w:cr"), lambda element: self._add("\n")),
             "w:noBreakHyphen": lambda element: self._add("-"),
             "w:sym": self._symbol,
-            "w:ruby": lambda element: self._visit(children(element, "w:rubyBase")),
+            "w:ruby": lambda element: self._visit(element.findall("w:rubyBase")),
             **dict.fromkeys(("m:oMath", "m:oMathPara"), lambda element: self._add(equation_text(element))),
             "w:fldChar": self._field_mark,
             "w:fldSimple": self._simple_field,
