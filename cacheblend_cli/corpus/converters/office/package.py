@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from urllib.parse import unquote
 from xml.etree.ElementTree import Element, ParseError
 from zipfile import BadZipFile
@@ -81,7 +81,7 @@ class OfficePackage:
     def __contains__(self, name: str) -> bool:
         return name.lower() in self._entries
 
-    @property
+    @cached_property
     def main(self) -> str:
         """Name of the main part. Raises NoDocument if there is none."""
         found = [*self.related("", "officeDocument"), *(name for name in _MAINS if name in self)]
@@ -133,11 +133,10 @@ class OfficePackage:
         """Return the relations of a part by identifier; {} if they are missing or damaged. "" is the package."""
         folder, base = posixpath.split(name)
         file = posixpath.join(folder, "_rels", f"{base}.rels")
-        try:
-            found = self.xml(file).iter("Relationship") if file in self else ()
-        except DamagedPart:
-            found = ()
-        return {element.get("Id", ""): _relation(element, folder) for element in found}
+        with suppress(DamagedPart):
+            found = self.xml(file).iter("Relationship")
+            return {element.get("Id", ""): _relation(element, folder) for element in found}
+        return {}
 
     def related(self, name: str, kind: str) -> list[str]:
         """Return the existing parts to which a part has relations of a kind."""

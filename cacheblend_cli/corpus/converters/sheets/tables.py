@@ -26,8 +26,6 @@ class Spanned(str):
     __slots__ = ()
 
 
-_Kind = Literal["text", "number", "year", "date"]
-
 _LOOK_AHEAD = 24  # rows of a table that decide on its header row
 _LONGEST_LABEL = 60  # characters of a column name, if nothing but its place shows that it is one
 _YEAR = re.compile(r"(?:19|20)\d\d")
@@ -158,7 +156,7 @@ def _line(names: Cells, cells: Cells) -> str:
     return "".join(chain.from_iterable(zip(named, (*separators, ""), strict=True)))
 
 
-def _kind(text: str) -> _Kind:
+def _kind(text: str) -> Literal["text", "number", "year", "date"]:
     if _YEAR.fullmatch(text):
         return "year"
     if _DATE.match(text):

@@ -60,13 +60,13 @@ class Workbook:
 
     def _formats(self, omissions: Omissions) -> list[str]:
         """Return the number format of each style of a cell."""
-        codes, roots = {str(key): code for key, code in BUILT_IN.items()}, list[Element]()
+        codes = {str(key): code for key, code in BUILT_IN.items()}
         with reporting_damage(omissions, "number formats cannot be read: dates are numbers"):
-            roots = [self.package.xml(part) for part in self.package.related(self.part, "styles")[:1]]
-        for root in roots:
-            codes |= {f.get("numFmtId", ""): f.get("formatCode", "") for f in root.iter("x:numFmt")}
-        styles = [xf for root in roots for styles in root.iter("x:cellXfs") for xf in styles]
-        return [codes.get(xf.get("numFmtId", ""), "") for xf in styles]
+            for part in self.package.related(self.part, "styles")[:1]:
+                root = self.package.xml(part)
+                codes |= {f.get("numFmtId", ""): f.get("formatCode", "") for f in root.iter("x:numFmt")}
+                return [codes.get(xf.get("numFmtId", ""), "") for styles in root.iter("x:cellXfs") for xf in styles]
+        return []
 
     def _strings(self) -> list[str]:
         """Return the shared strings that can be read."""

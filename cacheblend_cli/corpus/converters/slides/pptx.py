@@ -106,9 +106,8 @@ class _Presentation:
             found = self._placeholders[part] = {}
             with suppress(DamagedPart):
                 for shape in self._package.xml(part).iter("p:sp"):
-                    box = _own_box(shape)
-                    if box is not None:
-                        found.update(dict.fromkeys(_names(shape), box))
+                    if (box := _own_box(shape)) is not None:
+                        found |= dict.fromkeys(_names(shape), box)
         return self._placeholders[part]
 
     def _notes(self, slide: str, place: str) -> Iterator[str]:

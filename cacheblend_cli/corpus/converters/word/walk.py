@@ -21,7 +21,7 @@ from cacheblend_cli.corpus.converters.word.numbering import Numbering
 from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, outline_level, value_of
 from cacheblend_cli.corpus.converters.word.tables import Block, Cell, table_blocks
 
-Notes = Mapping[str, "Element"]
+Notes = Mapping[str, Element]
 """Footnotes, endnotes or comments by identifier."""
 
 _DEEPEST = 120  # maximum nesting of elements; deeper text loses its structure
@@ -263,7 +263,7 @@ class Walk:
         else:
             self._add(CHECKED if is_on(box, "checked") else UNCHECKED)
 
-    # Notes, text boxes and objects
+    # Notes and objects
 
     def _note(self, kind: str, element: Element) -> None:
         name = element.get("id", "")
