@@ -19,13 +19,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
-from cacheblend_cli.model.generic.measure import (
-    is_close,
-    layers_with_kv,
-    probed_positions,
-    reordered,
-    turned_as_ours,
-)
+from cacheblend_cli.model.generic.measure import is_close, layers_with_kv, probed_positions, turns_as_ours
 from cacheblend_cli.model.generic.parts import GenericModule, LayerCall
 from cacheblend_cli.model.generic.recurrent import RecurrentLayers
 from cacheblend_cli.model.states import LaunchStates, SequenceState
@@ -159,9 +153,7 @@ def _check_turns(
     """Refuse the model unless its RoPE rotates q and k at far positions as ours does."""
     h = came[torch.arange(len(positions), device=came.device) % len(came)]
     plain, turned = layer.module.project(h), layer.module.project(h, call.get("position_embeddings"))
-    ours = turned_as_ours(decoder.spec, layer.index, plain, positions)
-    theirs = (reordered(decoder.spec, x) for x in (turned.q, turned.k))
-    right = all(is_close(a, b, SHARE) for a, b in zip(ours, theirs, strict=True))
+    right = turns_as_ours(decoder.spec, layer.index, plain, turned, positions, SHARE)
     _demand(decoder, right, f"RoPE of layer {layer.index} differs from its config")
 
 

@@ -18,7 +18,7 @@ LEAST_MAGNITUDE = 1e-5  # minimum of a stream's mean square
 
 class Streams:
     """Expand the embedding to the streams, and merge the streams to the input of the final norm. weights: those
-    outside the layers; the streams' are removed from them."""
+    outside the layers."""
 
     def __init__(self, weights: ModuleWeights, streams: StreamsSpec) -> None:
         self._split, self._merge = (

@@ -19,8 +19,7 @@ MOST_ROWS = 4096  # rows per pass: with fewer, an expert's weights are read for 
 
 class Experts:
     """A router chooses per_token experts for each row. Rows are sorted by expert, and each chosen expert computes its
-    rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it. of: the layer's
-    weights; the experts' weights are removed from them, and stay in the compute dtype."""
+    rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it."""
 
     def __init__(self, weights: ModuleWeights, experts: ExpertsSpec) -> None:
         self._spec, self._activation, self._kernels = experts, weights.spec.activation, weights.kernels
@@ -117,9 +116,7 @@ class ExpertsBeside:
         self._router_norm = Norm(weights.kernels, scale, weights.spec.rms_norm_eps)
         self._dense_out, self._in, self._out = (norms[n] for n in ("dense_out", "experts_in", "experts_out"))
 
-    def __call__(
-        self, dense: Tensor, residual: Tensor, summed: Callable[[Tensor], Tensor] = lambda partial: partial
-    ) -> Tensor:
+    def __call__(self, dense: Tensor, residual: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
         """dense: the MLP's output; residual: its input before the norm; both [num_rows, hidden_size]. summed: sums the
         experts' results over ranks."""
         routed = self._experts(self._in(residual), self._router_norm(residual))

@@ -282,11 +282,12 @@ def _bitsandbytes(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
 
 
 def _four_bits(stored: Stored, how: Quantisation, name: str) -> QuantisedWeight:
+    is_nested = "weight.nested_absmax" in stored
     try:
         state = json.loads(bytes(stored.whole(name).tolist()))
         rows, columns = (int(n) for n in state["shape"])
         block = int(state["blocksize"])
-        nested = [int(state["nested_blocksize"]), float(state["nested_offset"])] if _is_nested(stored) else [1]
+        nested = [int(state["nested_blocksize"]), float(state["nested_offset"])] if is_nested else [1]
     except (ValueError, TypeError, KeyError) as error:
         raise stored.damaged(name, f"it lacks the shape or block size of the weight ({error!r})") from error
     if min(rows, columns, block, nested[0]) < 1:
@@ -296,15 +297,11 @@ def _four_bits(stored: Stored, how: Quantisation, name: str) -> QuantisedWeight:
         raise stored.damaged("weight", f"expected half of {rows * columns} bytes, got {kind} {list(shape)}")
     blocks = -(-rows * columns // block)
     stored.check("weight.quant_map", (16,))
-    stored.check("weight.absmax", (blocks,), kinds=("U8",) if _is_nested(stored) else ("F32",))
-    if _is_nested(stored):
+    stored.check("weight.absmax", (blocks,), kinds=("U8",) if is_nested else ("F32",))
+    if is_nested:
         stored.check("weight.nested_quant_map", (256,))
         stored.check("weight.nested_absmax", (-(-blocks // int(nested[0])),))
     return FourBits(stored, how, (rows, columns), state)
-
-
-def _is_nested(stored: Stored) -> bool:
-    return "weight.nested_absmax" in stored
 
 
 Reader = Callable[[Stored, Quantisation], QuantisedWeight | None]

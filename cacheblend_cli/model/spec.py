@@ -170,9 +170,7 @@ class ModelSpec:
 
     # the checkpoint
     fused: tuple[str, ...] = ()  # qkv_proj and gate_up_proj, where the checkpoint holds them fused
-    renamed: tuple[
-        tuple[str, str], ...
-    ] = ()  # (part of a layer, name in the checkpoint), where it differs from Llama's
+    renamed: tuple[tuple[str, str], ...] = ()  # (part of a layer, name in the checkpoint), if it is not Llama's
     other_parts: tuple[str, ...] = ()  # prefixes of tensors of other parts of a model, such as its vision tower
 
     # transformers' own layers (`generic`): fields that describe the computation are unused

@@ -15,12 +15,6 @@ from cacheblend_cli.model.model_files import AGAIN
 _LONG = 4096  # characters, which take a few milliseconds to encode
 
 
-class _Parts(msgspec.Struct):
-    tokenizer: str
-    control: dict[int, str]
-    num_embeddings: int
-
-
 class TextEncoder:
     """Encodes text in the middle of a prompt."""
 
@@ -30,11 +24,11 @@ class TextEncoder:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> TextEncoder:
-        parts = msgspec.msgpack.decode(data, type=_Parts)
-        return cls(tokenizers.Tokenizer.from_str(parts.tokenizer), parts.control, parts.num_embeddings)
+        tokenizer, control, num_embeddings = msgspec.msgpack.decode(data, type=tuple[str, dict[int, str], int])
+        return cls(tokenizers.Tokenizer.from_str(tokenizer), control, num_embeddings)
 
     def to_bytes(self) -> bytes:
-        return msgspec.msgpack.encode(_Parts(self._tokenizer.to_str(), self._control, self._num_embeddings))
+        return msgspec.msgpack.encode((self._tokenizer.to_str(), self._control, self._num_embeddings))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text. Raises TextRefused for text that cannot be kept apart from a control token."""

@@ -17,8 +17,7 @@ class TokenInputs:
     """Inputs of all layers: a second embedding of the token, plus a normed projection of its first one.
 
     A layer's inputs are computed when it needs them: rows drop out from layer to layer. weights: those outside the
-    layers.
-    embed: `Decoder.embed`.
+    layers. embed: `Decoder.embed`.
     """
 
     def __init__(self, weights: ModuleWeights, embed: Callable[[Tensor], Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +18,7 @@ from cacheblend_cli.model.model_files import AGAIN, LARGE_BYTES, is_there, read_
 from cacheblend_cli.model.template_process import Rendered
 from cacheblend_cli.model.text_encoder import TextEncoder, checked, checked_ids, ids_of
 from cacheblend_cli.model.tokenizer_json import (
+    BYTE,
     check_growth,
     for_the_middle,
     is_control,
@@ -26,8 +26,6 @@ from cacheblend_cli.model.tokenizer_json import (
     stages_of,
     without_added,
 )
-
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -67,9 +65,8 @@ class Tokenizer:
         self._special_ids = frozenset(token["id"] for token in added if token["special"])
         model = self._tokenizer.model
         name, unknown_id = data["model"].get("unk_token"), data["model"].get("unk_id")
-        unknown = {
-            unknown_id if name is None else model.token_to_id(name)
-        }  # stands for unknown text: no forged control token
+        # stands for unknown text: no forged control token
+        unknown = {unknown_id if name is None else model.token_to_id(name)}
         template = self.template_source or ""
         self._control = {
             token["id"]: str(token["content"])
@@ -148,7 +145,7 @@ class Tokenizer:
 
     def is_byte(self, token_id: int) -> bool:
         """Return whether the id is one byte, such as <0x0A>, of a run that `decode` decodes as a whole."""
-        return self._has_bytes and _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+        return self._has_bytes and BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

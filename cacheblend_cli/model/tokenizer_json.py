@@ -26,10 +26,7 @@ MOST_GROWTH = 16
 """Limit of the factor by which normalizer and pre_tokenizer, or decoder, lengthen a text. Published ones: at most 4."""
 MOST_STAGES, MOST_SPECIAL = 512, 4096
 Stage = dict[str, Any]
-NOTHING: Stage = {
-    "version": "1.0", "added_tokens": [], "post_processor": None, "decoder": None, "truncation": None, "padding": None,
-    "model": {"type": "BPE", "vocab": {}, "merges": []},
-}  # fmt: skip
+NOTHING: Stage = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
 """A tokenizer.json without a vocabulary."""
 
 
@@ -47,12 +44,10 @@ class _File(msgspec.Struct):
     decoder: Stage | None = None
 
 
-_BARRED = re.compile(
-    "<[|\uff5c].*>|<.*[|\uff5c]>"
-)  # <|im_end|>, DeepSeek's with wide bars, Gemma 4's <|turn> and <turn|>
+_BARRED = re.compile("<[|\uff5c].*>|<.*[|\uff5c]>")  # <|im_end|>, also with wide bars, Gemma 4's <|turn> and <turn|>
 _BRACKETED = re.compile(r"\[[^\s\[\]]+\]")  # [INST], [/INST], [TOOL_CALLS]
 _TAG = re.compile(r"</?([^\s<>/]+)/?>")  # <tool_call>, </think>, <start_of_turn>
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _HTML = frozenset(
     "a abbr address article aside audio b bdi bdo blockquote body br button canvas caption center cite code col colgroup data dd del details dfn dialog div dl dt "
     "em embed fieldset figcaption figure font footer form h1 h2 h3 h4 h5 h6 head header hr html i iframe img input ins kbd label legend li link main map mark "
@@ -63,11 +58,7 @@ _HTML = frozenset(
 
 def stages_of(raw: str) -> Stage:
     """Return a tokenizer.json without its vocabulary and merges, which are skipped unread."""
-    file = msgspec.json.decode(raw, type=_File)
-    return {
-        name: msgspec.structs.asdict(value) if name == "model" else value
-        for name, value in msgspec.structs.asdict(file).items()
-    }
+    return msgspec.to_builtins(msgspec.json.decode(raw, type=_File))
 
 
 def check_growth(data: Stage) -> None:
@@ -124,10 +115,8 @@ def for_the_middle(data: Stage) -> Stage:
 
     Returns `data` itself if it already does so.
     """
-    normalizer, pre_tokenizer = _middle(data.get("normalizer")), _middle(data.get("pre_tokenizer"))
-    if normalizer == data.get("normalizer") and pre_tokenizer == data.get("pre_tokenizer"):
-        return data
-    return data | {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+    middle = data | {name: _middle(data[name]) for name in ("normalizer", "pre_tokenizer")}
+    return data if middle == data else middle
 
 
 def without_added(added: Sequence[Stage], removed: Collection[int | None], model: Model) -> list[Stage]:
@@ -168,11 +157,8 @@ def _middle(stage: Stage | None) -> Stage | None:
         case "Prepend" | "Strip":
             return None
         case "Metaspace":
-            return (
-                stage
-                | {"prepend_scheme": "never"}
-                | ({"add_prefix_space": False} if "add_prefix_space" in stage else {})
-            )
+            older = {"add_prefix_space": False} if "add_prefix_space" in stage else {}
+            return stage | {"prepend_scheme": "never"} | older
         case "ByteLevel":
             return stage | {"add_prefix_space": False}
     return stage
@@ -216,14 +202,12 @@ def is_control(content: str, *, special: bool, template: str) -> bool:
     """
     if special:
         return True
-    text = content.replace("\u2581", " ")
-    if not text.strip():
-        return False
-    return _has_form(text.strip()) or content in template
+    text = content.replace("\u2581", " ").strip()
+    return text != "" and (_has_form(text) or content in template)
 
 
 def _has_form(text: str) -> bool:
     tag = _TAG.fullmatch(text)
-    if tag is not None and (tag[1].lower() in _HTML or _BYTE.fullmatch(text)):
+    if tag is not None and (tag[1].lower() in _HTML or BYTE.fullmatch(text)):
         return False
     return bool(_BARRED.fullmatch(text) or _BRACKETED.fullmatch(text) or _TAG.fullmatch(text))

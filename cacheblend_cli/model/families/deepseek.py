@@ -19,13 +19,9 @@ MOST_PREDICTORS = 16
 def read_v2(fields: ConfigFields) -> ModelSpec:
     spec = replace(_latent_decoder(fields), interleaved=True)
     _expect(fields, "scoring_func", "softmax")
-    if fields.flag("mlp_bias"):
-        raise UsageError("mlp_bias = true of a deepseek_v2 is not implemented", "use another model")
-    if fields.flag("norm_topk_prob"):
-        raise UsageError(
-            "norm_topk_prob = true of a deepseek_v2 is not implemented: transformers reads it but does not use it",
-            "use another model",
-        )
+    for name, why in (("mlp_bias", ""), ("norm_topk_prob", ": transformers reads it but does not use it")):
+        if fields.flag(name):
+            raise UsageError(f"{name} = true of a deepseek_v2 is not implemented{why}", "use another model")
     method = fields.values.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise wrong_value("topk_method", method, "greedy or group_limited_greedy")
@@ -67,7 +63,6 @@ def read_youtu(fields: ConfigFields) -> ModelSpec:
 
 
 def _latent_decoder(fields: ConfigFields) -> ModelSpec:
-    """Return the decoder with latent attention."""
     heads, kv_heads = fields.integer("num_attention_heads"), fields.optional_integer("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise wrong_value(

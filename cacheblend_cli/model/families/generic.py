@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.reader import LAYER_TYPES
 from cacheblend_cli.model.families.refusals import HYBRIDS
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
 from cacheblend_cli.model.families.values import LARGEST, LARGEST_INTEGER, shown, wrong_value
@@ -17,7 +18,6 @@ from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
 """Parts of field names of models whose layers compute differently for long prompts."""
-ATTENTION = ("full_attention", "sliding_attention", "attention")  # kinds of layers with K and V
 LAYER_COUNT = re.compile(r"(n|num)(_\w+)?_layers?|(decoder|encoder)_layers")
 SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_model")
 
@@ -30,9 +30,7 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        return None
+    model_type = config["model_type"]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if architecture is None:
         return None
@@ -117,11 +115,10 @@ def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any])
 
 
 def _recurrent(model_type: str, read: Any) -> tuple[int, ...]:
-    """Return `ModelSpec.recurrent`."""
     if model_type not in HYBRIDS:
         return ()
     kinds = [str(kind) for kind in getattr(read, "layer_types", None) or ()]
-    with_kv = [i for i, kind in enumerate(kinds) if kind in ATTENTION]
+    with_kv = [i for i, kind in enumerate(kinds) if kind in LAYER_TYPES]
     if not with_kv or len(kinds) != read.num_hidden_layers:
         raise not_generic(model_type, "none of its layers has K and V")
     starts, ends = [0, *(i + 1 for i in with_kv)], [*with_kv, len(kinds)]

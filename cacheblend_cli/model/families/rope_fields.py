@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
@@ -28,12 +27,11 @@ FACTORS = ("short_factor", "long_factor")  # one number per pair of dimensions
 OTHERS = ("rope_type", "type", "truncate", "finetuned")
 MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # 0 means not given
 THETA = 10000.0
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 KINDS = ("full_attention", "sliding_attention")
 
 
 def rope_parameters(
-    config: Mapping[str, Any], max_positions: int, head_dim: int, missing: Mapping[str, Any] = NOTHING
+    config: Mapping[str, Any], max_positions: int, head_dim: int, missing: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """Return `rope_parameters` as transformers 5 has it after reading a config (`convert_rope_params_to_dict` and
     `standardize_rope_params` of its RotaryEmbeddingConfigMixin): always with `rope_type` and `rope_theta`, and with the

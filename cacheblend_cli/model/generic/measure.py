@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import AttentionParams
+from cacheblend_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
 from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
@@ -30,7 +31,6 @@ class _Probe:
 
     plain: Projected
     turned: Projected
-    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def measure(spec: ModelSpec, parts: Parts) -> Measured:
     embedded = parts.embed(torch.arange(len(positions), device=positions.device) % spec.vocab_size)
     calls = parts.calls(embedded, positions)
     every = [GenericModule(layer, call) for layer, call in zip(parts.layers, calls, strict=True)]
-    if not spec.recurrent and not all(module.has_rope for module in every):
+    if not spec.recurrent and any(module.rope is None for module in every):
         raise parts.refused("its layers do not get RoPE as cos and sin")
     with_kv = layers_with_kv(spec)
     recurrent, modules = _recurrent(spec, every), [every[i] for i in with_kv]
-    probes = [_probe(parts, i, every[i], calls[i], embedded, positions) for i in with_kv]
+    probes = [_probe(parts, i, every[i], calls[i], embedded) for i in with_kv]
     windows = tuple(_window(parts, i, calls[i], spec.max_context) for i in with_kv)
     spec = replace(_with_heads(spec, parts, probes), sliding_windows=windows)
-    turns = [list(_turns_of(spec, i, probe)) for i, probe in enumerate(probes)]
+    turns = [list(_turns_of(spec, i, probe, positions)) for i, probe in enumerate(probes)]
     for interleaved in (False, True):  # channels i and i + half, then neighbours
         if all(interleaved in found or None in found for found in turns):
             unrotated = tuple(i for i, found in enumerate(turns) if None in found)
@@ -88,18 +88,16 @@ def probed_positions(spec: ModelSpec, device: torch.device) -> Tensor:
     return torch.cat((near, far)).unique().to(device)
 
 
-def turned_as_ours(spec: ModelSpec, layer: int, projected: Projected, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by our RoPE: from channels in the model's order to fp32 with channels in ours."""
+def turns_as_ours(
+    spec: ModelSpec, layer: int, plain: Projected, turned: Projected, positions: Tensor, share: float
+) -> bool:
+    """Return whether the layer rotates q and k by our RoPE, up to a share of the largest entry. plain, turned: its
+    projections at positions [num_rows] int64, without RoPE and with it."""
     rope = RotaryEmbedding(spec.rope_of(layer), spec.head_dim, spec.max_position_embeddings, positions.device)
-    cos, sin = (t[:, None] for t in rope.at(positions, int(positions[-1]) + 1))
-    q, k = (reordered(spec, x).float() for x in (projected.q, projected.k))
-    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
-
-
-def reordered(spec: ModelSpec, heads: Tensor) -> Tensor:
-    """Return heads [..., head_dim] with the channels in our RoPE's order."""
-    order = head_order(spec)
-    return heads if order is None else heads[..., order]
+    cos, sin = rope.at(positions, int(positions[-1]) + 1)
+    order = head_order(spec) or slice(None)  # of the channels
+    pairs = ((x[..., order].float() for x in pair) for pair in ((plain.q, turned.q), (plain.k, turned.k)))
+    return all(is_close(TorchBackend().rope(before, cos, sin), after, share) for before, after in pairs)
 
 
 def is_close(ours: Tensor, theirs: Tensor, share: float) -> bool:
@@ -107,14 +105,12 @@ def is_close(ours: Tensor, theirs: Tensor, share: float) -> bool:
     return float((ours - theirs.float()).abs().max()) <= share * float(theirs.float().abs().max())
 
 
-def _probe(
-    parts: Parts, index: int, module: GenericModule, call: LayerCall, hidden: Tensor, positions: Tensor
-) -> _Probe:
+def _probe(parts: Parts, index: int, module: GenericModule, call: LayerCall, hidden: Tensor) -> _Probe:
     try:
         plain = module.project(hidden)
     except LookupError:
         raise parts.refused(f"layer {index} is not attention, or does not go through AttentionInterface") from None
-    return _Probe(plain, module.project(hidden, call.get("position_embeddings")), positions)
+    return _Probe(plain, module.project(hidden, call.get("position_embeddings")))
 
 
 def _with_heads(spec: ModelSpec, parts: Parts, probes: list[_Probe]) -> ModelSpec:
@@ -139,17 +135,15 @@ def _window(parts: Parts, index: int, call: LayerCall, length: int) -> int | Non
         raise parts.refused(f"layer {index} hides other keys than later ones and those outside a window") from None
 
 
-def _turns_of(spec: ModelSpec, layer: int, probe: _Probe) -> Iterator[bool | None]:
+def _turns_of(spec: ModelSpec, layer: int, probe: _Probe, positions: Tensor) -> Iterator[bool | None]:
     """Yield the rotations that explain the layer's output: False for channels i and i + half, True for neighbours, None
     for no rotation."""
-    if all(torch.equal(a, b) for a, b in ((probe.plain.q, probe.turned.q), (probe.plain.k, probe.turned.k))):
+    plain, turned = probe.plain, probe.turned
+    if torch.equal(plain.q, turned.q) and torch.equal(plain.k, turned.k):
         yield None
         return
     for interleaved in (False, True):
-        tried = replace(spec, interleaved=interleaved)
-        ours = turned_as_ours(tried, layer, probe.plain, probe.positions)
-        theirs = (reordered(tried, x) for x in (probe.turned.q, probe.turned.k))
-        if all(is_close(a, b, TELLS_APART) for a, b in zip(ours, theirs, strict=True)):
+        if turns_as_ours(replace(spec, interleaved=interleaved), layer, plain, turned, positions, TELLS_APART):
             yield interleaved
 
 
@@ -157,8 +151,3 @@ def _attention(spec: ModelSpec, projected: Projected, window: int | None) -> Att
     scale = spec.head_dim**-0.5 if projected.scale is None else float(projected.scale)
     sinks = None if projected.sinks is None else projected.sinks.float().flatten()
     return AttentionParams(scale, window, projected.soft_cap, sinks)
-
-
-def _half_turned(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)

@@ -111,12 +111,8 @@ class GenericModule:
 
     def __init__(self, module: nn.Module, call: LayerCall) -> None:
         self.module, self._call = module, call
-        self._turn = _rope_of(call)  # None: the model has no RoPE
+        self.rope = _rope_of(call)  # cos and sin as the model computes them; None: it has no RoPE
         self._same = {name: _neutral(name, value) for name, value in call.items() if name not in _VARYING}
-
-    @property
-    def has_rope(self) -> bool:
-        return self._turn is not None
 
     def project(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Projected:
         """Return q, k and v of the rows. turn: RoPE's cos and sin in the layer's shape [1, num_rows, ...]; None: q and
@@ -132,16 +128,15 @@ class GenericModule:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output. attended: attention's output, [num_rows, num_heads, head_dim]."""
         with seam.giving(attended):
-            return _rows(self._run(hidden, None))
+            return _output(self._run(hidden, None))[0]
 
     def whole(self, hidden: Tensor, call: LayerCall) -> Tensor:
         """Run the layer with its own attention, as its model does."""
-        return _rows(self.module(**(call | {"hidden_states": hidden[None]})))
+        return _output(self.module(**(call | {"hidden_states": hidden[None]})))[0]
 
     def recur(self, hidden: Tensor, cache: object) -> Tensor:
         """Run a layer without attention: [batch, num_rows, hidden_size]. cache: see `recurrent`."""
-        output = self.module(**(self._named(None) | {"hidden_states": hidden, "past_key_values": cache}))
-        return output[0] if isinstance(output, tuple) else output
+        return _output(self.module(**(self._named(None) | {"hidden_states": hidden, "past_key_values": cache})))
 
     def in_float32(self, call: LayerCall) -> GenericModule:
         """Return a copy that computes in fp32, or itself if it already does. call: from `Parts.calls`, in fp32."""
@@ -151,15 +146,15 @@ class GenericModule:
         return GenericModule(copy.deepcopy(self.module, configs).float(), call)
 
     def _run(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None) -> Any:
-        if turn is None and self._turn is not None:
-            width = self._turn[0].shape[-1]
+        if turn is None and self.rope is not None:
+            width = self.rope[0].shape[-1]
             cos = hidden.new_ones(1, hidden.shape[0], width)
             turn = cos, torch.zeros_like(cos)
         return self.module(hidden_states=hidden[None], **self._named(turn))
 
     def _named(self, turn: tuple[Tensor, Tensor] | None) -> LayerCall:
         """Return the arguments besides the rows."""
-        return self._same | ({} if self._turn is None else {"position_embeddings": turn})
+        return self._same | ({} if self.rope is None else {"position_embeddings": turn})
 
 
 class _Edge(nn.Module):
@@ -215,5 +210,5 @@ def _neutral(name: str, value: Any) -> Any:
     raise ValueError(f"its layers are given {name}, which changes with the rows")
 
 
-def _rows(output: Any) -> Tensor:
-    return (output[0] if isinstance(output, tuple) else output)[0]
+def _output(returned: Any) -> Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned

@@ -79,10 +79,6 @@ def architecture_of(name: str, metadata: Metadata) -> Architecture:
     return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[name]
 
 
-def _gemma(keys: Keys, config: Config) -> Config:
-    return {"hidden_act": "gelu_pytorch_tanh"}
-
-
 def _gemma2(keys: Keys, config: Config) -> Config:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -163,7 +159,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama", permuted=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "gemma": Architecture("gemma", norm_offset=1.0, more=_gemma),
+    "gemma": Architecture("gemma", norm_offset=1.0, more=lambda keys, config: {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": Architecture(
         "gemma2", norm_offset=1.0, more=_gemma2,
         keys=(WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),

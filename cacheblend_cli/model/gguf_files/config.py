@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.architectures import ARCHITECTURES, Keys, Metadata, architecture_of
 from cacheblend_cli.model.rope import inverse_frequencies
 
-ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors with RoPE factors
 Factors = Mapping[str, np.ndarray]
@@ -66,9 +66,11 @@ def config_of(
     rotated = keys.integer("rope.dimension_count", head_dim)
     if rotated != head_dim and not architecture.partial:
         raise keys.refusal("rope.dimension_count", f"only {head_dim}, the width of a head, is implemented")
+    if EMBEDDING not in tensors:
+        raise UsageError(f"the GGUF file has no tensor {EMBEDDING}", "fetch it again, or use another model")
     config = {
         "model_type": architecture.model_type,
-        "vocab_size": _rows(tensors, "token_embd.weight"),
+        "vocab_size": tensors[EMBEDDING][0],
         "hidden_size": hidden,
         "intermediate_size": keys.integer("feed_forward_length", keys.optional_integer("expert_feed_forward_length")),
         "num_hidden_layers": layers,
@@ -88,12 +90,6 @@ def config_of(
         if architecture.model_type in types:
             config[field] = tensor in tensors
     return config if architecture.more is None else config | architecture.more(keys, config)
-
-
-def _rows(tensors: Mapping[str, Collection[int]], name: str) -> int:
-    if name not in tensors:
-        raise UsageError(f"the GGUF file has no tensor {name}", "fetch it again, or use another model")
-    return next(iter(tensors[name]))
 
 
 def _rope_of(keys: Keys, rotated: int, context: int, given: Factors) -> dict[str, Any]:

@@ -135,11 +135,7 @@ def _write_file(
         raise OSError(errno.ENOSPC, needed)
     writer, done = GGUFWriter(path, "cacheblend"), 0
     for name, tensor in plan.items():
-        kind, row_bytes = (
-            GGMLQuantizationType[tensor.kind],
-            tensor.num_bytes * tensor.shape[-1] // math.prod(tensor.shape),
-        )
-        byte_shape = (*tensor.shape[:-1], row_bytes)
+        kind, byte_shape = GGMLQuantizationType[tensor.kind], (*tensor.shape[:-1], tensor.row_bytes)
         writer.add_tensor_info(name, byte_shape, np.dtype(np.uint8), tensor.num_bytes, raw_dtype=kind)
     try:
         writer.write_header_to_file()

@@ -71,7 +71,8 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
     if pre in WORDS_FIRST:
         data["model"]["ignore_merges"] = True
     _write_json(folder / "tokenizer.json", data)
-    tokens = {name: _token(metadata, backend, kind) for name, kind in SPECIAL.items()}
+    named = {name: metadata.get(f"tokenizer.ggml.{kind}_token_id") for name, kind in SPECIAL.items()}
+    tokens = {name: backend.id_to_token(token_id) for name, token_id in named.items() if token_id is not None}
     _write_json(folder / "tokenizer_config.json", {name: token for name, token in tokens.items() if token is not None})
     if template := metadata.get("tokenizer.chat_template"):
         create(folder / "chat_template.jinja", template.encode())
@@ -112,11 +113,6 @@ def _set_space_prefix(backend: Any, prefix: bool) -> None:
     replace = normalizers.Replace(" ", MARK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), replace]) if prefix else replace
     backend.pre_tokenizer = None
-
-
-def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
-    token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    return None if token_id is None else backend.id_to_token(token_id)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
