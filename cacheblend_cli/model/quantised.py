@@ -42,11 +42,11 @@ class Stored:
             raise self.damaged(part, "it is missing")
         return self.parts[part][1]
 
-    def matrix(self, part: str, *kinds: str) -> tuple[int, int]:
-        """Return rows and columns of a part that has one of these dtypes. Raises UsageError otherwise."""
+    def matrix(self, part: str, kind: str) -> tuple[int, int]:
+        """Return rows and columns of a part. Raises UsageError if it has another dtype."""
         shape = self.shape(part)
-        if self.parts[part][0] not in kinds or len(shape) != 2:
-            raise self.damaged(part, f"expected a matrix of {kinds[0]}, got {self.parts[part][0]} {list(shape)}")
+        if self.parts[part][0] != kind or len(shape) != 2:
+            raise self.damaged(part, f"expected a matrix of {kind}, got {self.parts[part][0]} {list(shape)}")
         return shape[0], shape[1]
 
     def check(self, part: str, *known: Shape, kinds: tuple[str, ...] = FLOATS) -> None:

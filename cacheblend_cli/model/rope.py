@@ -69,9 +69,8 @@ class RotaryEmbedding:
         if self.rope is None:
             return torch.empty(0), 1.0
         try:
-            inv_freq, scaling = inverse_frequencies(
-                self.rope, rotated_dim(self.rope, self.head_dim), self.max_positions, seq_len
-            )
+            width = rotated_dim(self.rope, self.head_dim)
+            inv_freq, scaling = inverse_frequencies(self.rope, width, self.max_positions, seq_len)
         except (ArithmeticError, ValueError) as error:
             raise UsageError(
                 f"RoPE of type {self.rope_type!r} cannot be computed from config.json: {error}", "check config.json"

@@ -80,3 +80,9 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "mistral3"])
+def test_architectures_that_are_no_list_of_names(name: str) -> None:
+    with pytest.raises(UsageError, match="must be a list of names"):
+        spec_from_config({"model_type": name, "architectures": 1, **BASE})

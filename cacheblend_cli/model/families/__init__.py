@@ -70,15 +70,15 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Translate a HF config. Raises UsageError, naming the field, for a family, value or field that is not implemented,
     and for a field that is missing or has the wrong type."""
     model_type = config.get("model_type")
-    ours = (FAMILIES.get(model_type) or WRAPPERS.get(model_type)) if isinstance(model_type, str) else None
-    check_weights(config, ours.architectures if ours else (HYBRIDS.get(str(model_type), ""),))
-    if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
-        return _inner_spec(wrapper, config)
-    known = not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED
-    if not known:
+    name = model_type if isinstance(model_type, str) else ""
+    ours = FAMILIES.get(name) or WRAPPERS.get(name)
+    check_weights(config, ours.architectures if ours else (HYBRIDS.get(name, ""),))
+    if isinstance(ours, Wrapper):
+        return _inner_spec(ours, config)
+    if name and ours is None and name not in UNSUPPORTED:
         from cacheblend_cli.model.families.generic import generic_spec
 
-        if (generic := generic_spec(config)) is not None:  # imports transformers
+        if (generic := generic_spec(config, _architectures(config))) is not None:  # imports transformers
             return generic
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)

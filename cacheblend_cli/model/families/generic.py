@@ -22,9 +22,9 @@ LAYER_COUNT = re.compile(r"(n|num)(_\w+)?_layers?|(decoder|encoder)_layers")
 SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_model")
 
 
-def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
+def generic_spec(config: dict[str, Any], named: list[str]) -> ModelSpec | None:
     """Return the spec as far as the config determines it (`measure` finds the rest on the loaded model), None if
-    transformers has no such decoder. Raises UsageError. Imports transformers."""
+    transformers has no such decoder. named: architectures of the config. Raises UsageError. Imports transformers."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -34,7 +34,6 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if architecture is None:
         return None
-    named = config.get("architectures") or []
     if named and architecture not in named:
         raise UsageError(f"unknown architecture {named} of model_type {model_type!r}", f"known: {architecture}")
     _check_sizes(config)

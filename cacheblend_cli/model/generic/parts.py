@@ -171,25 +171,14 @@ class _Edge(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *given: Any, **named: Any) -> Tensor | tuple[Tensor]:
-        return self._act(called(self.layer, given, named))
+        parameters = inspect.signature(self.layer.forward).parameters
+        return self._act(dict(zip(parameters, given, strict=False)) | named)
 
 
 class _Reached(Exception):
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
         self.call = call
-
-
-def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> LayerCall:
-    """Return a call's arguments by the names of the layer's parameters."""
-    signature = inspect.signature(layer.forward)
-    bound = signature.bind(*given, **named).arguments
-    kinds = {name: p.kind for name, p in signature.parameters.items()}
-    return {
-        name: value
-        for key, entry in bound.items()
-        for name, value in (entry.items() if kinds[key] is inspect.Parameter.VAR_KEYWORD else [(key, entry)])
-    }
 
 
 def _rope_of(call: LayerCall) -> tuple[Tensor, Tensor] | None:

@@ -169,13 +169,11 @@ class GGUFTensors:
 
     def _fill(self, raw: np.ndarray, offset: int) -> None:
         """Read instead of mapping: a truncated file is an error, and its pages do not stay resident."""
-        view, done = raw.reshape(-1).data, 0
-        with open(self.file, "rb", buffering=0) as stream:
-            while done < len(view):
-                count = os.preadv(stream.fileno(), [view[done:]], offset + done)
-                if count == 0:
-                    raise UsageError(f"{self.file} ends before its tensors do", "fetch it again")
-                done += count
+        view = raw.reshape(-1).data
+        with open(self.file, "rb") as stream:
+            stream.seek(offset)
+            if stream.readinto(view) < len(view):
+                raise UsageError(f"{self.file} ends before its tensors do", "fetch it again")
 
 
 def _stored_rows(tensor: StoredTensor, start: int, stop: int) -> Tensor:
