@@ -225,7 +225,6 @@ BITSANDBYTES_PARTS = (
     "weight", "SCB", "weight_format", *STATES,
     *(f"weight.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
 )  # fmt: skip
-INT8_MOST = 127
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ class EightBits(QuantisedWeight):
     """int8, scaled by each row's largest value (SCB)."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        scales = self.stored.rows("SCB", start, stop).float() / INT8_MOST
+        scales = self.stored.rows("SCB", start, stop).float() / 127
         return self.stored.rows("weight", start, stop).float() * scales[:, None]
 
 

@@ -14,8 +14,6 @@ HINT = (
     "use the checkpoint it was made from, in bfloat16, float16 or float32; "
     f"or take {FIELD} out of config.json, if the weights are not quantised"
 )
-STRATEGIES = ("tensor", "channel", "group", "block")
-COMPRESSED_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 FP8, INT8 = "F8_E4M3", "I8"  # safetensors' names
 
 
@@ -68,7 +66,7 @@ def _compressed(values: Mapping[str, Any]) -> Quantisation:
     groups = values.get("config_groups")
     if groups in (None, {}) and values.get("kv_cache_scheme"):  # only KV is quantised, and only in the engine
         return Quantisation("scaled", FP8)
-    _expect(values, "format", *COMPRESSED_FORMATS)
+    _expect(values, "format", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
     given = groups.values() if isinstance(groups, dict) else ()
     kinds = [group.get("weights") for group in given if isinstance(group, dict)]
     weights = next((kind for kind in kinds if isinstance(kind, dict)), None)
@@ -78,7 +76,7 @@ def _compressed(values: Mapping[str, Any]) -> Quantisation:
     _expect(values, "type", *(("int",) if packed else ("int", "float")), within=weights)
     _expect(values, "num_bits", *((4, 8) if packed else (8,)), within=weights)
     _expect(values, "symmetric", None, True, False, within=weights)
-    _expect(values, "strategy", *STRATEGIES, within=weights)
+    _expect(values, "strategy", "tensor", "channel", "group", "block", within=weights)
     _expect(values, "actorder", None, "weight", "static", within=weights)
     block = None
     if weights["strategy"] == "group":

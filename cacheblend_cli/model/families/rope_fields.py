@@ -67,11 +67,8 @@ def rope_by_kind(
     """Return RoPE's parameters of layers without and with a window, for families whose config gives them by kind of
     layer, or in the older way: rope_theta and rope_scaling for layers without, rope_local_base_freq for layers with a
     window. full, local: the family's default thetas."""
-    given = config.get("rope_parameters")
-    if not isinstance(given, dict | None):
-        raise wrong_value("rope_parameters", given, "an object or null")
-    given = given or {}
-    if given and not set(given) <= set(KINDS):
+    given = _object(config, "rope_parameters")
+    if not set(given) <= set(KINDS):
         raise UsageError(
             f"rope_parameters in config.json have {shown(sorted(set(given) - set(KINDS))[0])}, but this family needs them "
             f"by kind of layer",
@@ -79,12 +76,9 @@ def rope_by_kind(
         )
     found = []
     for kind, theta, named in zip(KINDS, (full, local), ("rope_theta", "rope_local_base_freq"), strict=True):
-        own = given.get(kind)
-        scaling = config.get("rope_scaling") if kind == KINDS[0] else None
-        for name, value in ((kind, own), ("rope_scaling", scaling)):
-            if not isinstance(value, dict | None):
-                raise wrong_value(name, value, "an object or null")
-        one = {"rope_theta": config.get(named, theta)} | (own or {}) | (scaling or {})
+        one = {"rope_theta": config.get(named, theta)} | _object(given, kind)
+        if kind == KINDS[0]:
+            one |= _object(config, "rope_scaling")
         found.append(rope_parameters({"rope_parameters": one}, max_positions, head_dim))
     return found[0], found[1]
 
@@ -120,10 +114,7 @@ def _set_partial(parameters: dict[str, Any], config: Mapping[str, Any], head_dim
 
 def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the effective field: `rope_scaling` if both are present."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(name), dict | None):
-            raise wrong_value(name, config[name], "an object or null")
-    scaling, parameters = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    scaling, parameters = _object(config, "rope_scaling"), _object(config, "rope_parameters")
     if not scaling:
         return dict(parameters)
     taken = scaling.get("rope_theta", config.get("rope_theta", THETA))
@@ -134,6 +125,14 @@ def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
             f'write "rope_theta": {lost} into rope_scaling too, or the scaling into rope_parameters',
         )
     return dict(scaling)
+
+
+def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the field's object, an empty one for null."""
+    found = values.get(name)
+    if not isinstance(found, dict | None):
+        raise wrong_value(name, found, "an object or null")
+    return found or {}
 
 
 def _check_values(parameters: dict[str, Any], head_dim: int) -> None:

@@ -14,7 +14,6 @@ Config = dict[str, Any]
 
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 WINDOW = "attention.sliding_window"
-LOCAL_THETA = 10000.0  # RoPE theta of a Gemma 3's layers with a window
 
 
 class Keys:
@@ -93,7 +92,7 @@ def _gemma3(keys: Keys, config: Config) -> Config:
     own = {} if keys.values.get("final_logit_softcapping") is None else {
         "final_logit_softcapping": keys.number("final_logit_softcapping")
     }  # fmt: skip
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", LOCAL_THETA)}
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
     return own | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": _scalar(config, widest=62),
