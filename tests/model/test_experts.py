@@ -96,7 +96,7 @@ def test_experts_beside_the_mlp_are_chosen_by_the_normed_input() -> None:
     h = torch.zeros(2, HIDDEN)
     h[0, :2], h[1, [0, 2]] = torch.tensor([9.0, 1.0]), torch.tensor([9.0, 1.0])  # channel 0 chooses nothing
     dense = torch.randn(2, HIDDEN)
-    out = beside(dense, h)
+    out = beside(dense, h, lambda partial: partial)
     torch.testing.assert_close(out[0], 2 * dense[0])
     up, down = held["experts_up.weight"].view(3, -1, HIDDEN)[2], held["experts_down.weight"].view(3, HIDDEN, WIDTH)[2]
     gate, value = (up @ h[1]).chunk(2)
