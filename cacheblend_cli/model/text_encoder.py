@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import msgspec
 import tokenizers
 
-from cacheblend_cli.errors import CacheBlendError, TextRefused, UsageError
+from cacheblend_cli.errors import TextRefused, UsageError
 from cacheblend_cli.model.model_files import AGAIN
 
 _LONG = 4096  # characters, which take a few milliseconds to encode
@@ -61,8 +61,6 @@ def checked(refusal: Callable[[BaseException], UsageError]) -> Iterator[None]:
     PanicException, which is not an Exception."""
     try:
         yield
-    except CacheBlendError:
-        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
