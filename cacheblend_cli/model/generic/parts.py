@@ -110,7 +110,7 @@ class GenericModule:
     """A layer of transformers as a function of rows [num_rows, hidden_size]. call: the arguments its model passes."""
 
     def __init__(self, module: nn.Module, call: LayerCall) -> None:
-        self.module, self._call = module, call
+        self.module = module
         self.rope = _rope_of(call)  # cos and sin as the model computes them; None: it has no RoPE
         self._same = {name: _neutral(name, value) for name, value in call.items() if name not in _VARYING}
 
