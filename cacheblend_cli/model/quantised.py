@@ -131,9 +131,7 @@ class Packed(QuantisedWeight):
         return values, zeros
 
 
-def _packed(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
-    if not stored.parts:
-        return None
+def _packed(stored: Stored, how: Quantisation) -> QuantisedWeight:
     rows, columns = stored.matrix("qweight", "I32")
     per, gptq = 32 // how.bits, how.method == "gptq"
     inputs, outputs = (rows * per, columns) if gptq else (rows, columns * per)

@@ -18,6 +18,7 @@ from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
 """Parts of field names of models whose layers compute differently for long prompts."""
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 LAYER_COUNT = re.compile(r"(n|num)(_\w+)?_layers?|(decoder|encoder)_layers")
 SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_model")
 
@@ -74,24 +75,20 @@ def _check_sizes(config: dict[str, Any]) -> None:
 
 
 def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any]) -> ModelSpec:
-    sizes: dict[str, Any] = {
-        name: getattr(read, name, None)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    }
-    odd = [name for name, value in sizes.items() if isinstance(value, bool) or not isinstance(value, int) or value < 1]
-    if odd:
-        raise not_generic(model_type, f"{odd[0]} in its config is missing or not a number of 1 or more")
-    heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
-    recurrent = _recurrent(model_type, read)
-    layers -= sum(recurrent)
-    head_dim = getattr(read, "head_dim", None) or sizes["hidden_size"] // heads
-    rope, local = _ropes(model_type, read, sizes["max_position_embeddings"], head_dim)
+    for name in SIZES:
+        value = getattr(read, name, None)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise not_generic(model_type, f"{name} in its config is missing or not a number of 1 or more")
+    recurrent, heads = _recurrent(model_type, read), read.num_attention_heads
+    layers = read.num_hidden_layers - sum(recurrent)
+    head_dim = getattr(read, "head_dim", None) or read.hidden_size // heads
+    rope, local = _ropes(model_type, read, read.max_position_embeddings, head_dim)
     width = getattr(read, "intermediate_size", None)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=width if isinstance(width, int) else 4 * sizes["hidden_size"],
+        vocab_size=read.vocab_size,
+        hidden_size=read.hidden_size,
+        intermediate_size=width if isinstance(width, int) else 4 * read.hidden_size,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=getattr(read, "num_key_value_heads", None) or heads,
@@ -103,7 +100,7 @@ def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any])
         mlp_bias=False,
         qk_norm=False,
         tied=bool(getattr(read, "tie_word_embeddings", False)),
-        max_position_embeddings=sizes["max_position_embeddings"],
+        max_position_embeddings=read.max_position_embeddings,
         sliding_windows=(None,) * layers,
         rope=rope,
         local_rope=local,

@@ -160,20 +160,18 @@ class GGUFTensors:
     def _rows(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Dequantise rows in stored order, float32."""
         if len(tensor.shape) == 1:  # norms and biases: a row of blocks, whatever they are stored as
-            raw = np.empty((1, tensor.num_bytes), np.uint8)
-            self._fill(raw, tensor.offset)
-            return dequantised(raw, tensor.kind, self._scratch)[0, start:stop].clone()
-        raw = np.empty((stop - start, tensor.row_bytes), np.uint8)
-        self._fill(raw, tensor.offset + start * tensor.row_bytes)
-        return dequantised(raw, tensor.kind, self._scratch)
+            return dequantised(self._bytes(tensor, 0, 1), tensor.kind, self._scratch)[0, start:stop].clone()
+        return dequantised(self._bytes(tensor, start, stop), tensor.kind, self._scratch)
 
-    def _fill(self, raw: np.ndarray, offset: int) -> None:
-        """Read instead of mapping: a truncated file is an error, and its pages do not stay resident."""
-        view = raw.reshape(-1).data
+    def _bytes(self, tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+        """Return stored rows [stop - start, row_bytes] uint8. They are read instead of mapped: a truncated file is an
+        error, and its pages do not stay resident."""
+        raw = np.empty((stop - start, tensor.row_bytes), np.uint8)
         with open(self.file, "rb") as stream:
-            stream.seek(offset)
-            if stream.readinto(view) < len(view):
+            stream.seek(tensor.offset + start * tensor.row_bytes)
+            if stream.readinto(raw.reshape(-1).data) < raw.nbytes:
                 raise UsageError(f"{self.file} ends before its tensors do", "fetch it again")
+        return raw
 
 
 def _stored_rows(tensor: StoredTensor, start: int, stop: int) -> Tensor:
