@@ -27,7 +27,7 @@ from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.forward import LayerStep, Steps, finish, layer_by_layer
-from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -143,7 +143,7 @@ class CacheClip:
             size = prompt.pool.block_size
             sequence = KVPool.of(prompt.decoder, -(-len(ids) // size), size).new_sequence(len(ids))
             plan = PromptPlan(tuple(replace(s, status="computed") for s in prompt.plan.segments))
-            read = Prompt(prompt.decoder, plan, sequence, NothingToLoad())
+            read = Prompt(prompt.decoder, plan, sequence, KVLoader())
             self._of = ids, Question(read, (last,)).looks[last]
         return self._of[1][candidates.positions]
 

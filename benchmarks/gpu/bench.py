@@ -30,7 +30,7 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.kv.loader import NothingToLoad, make_loader
+from cacheblend_cli.kv.loader import KVLoader, make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams, SamplingParams
 
@@ -172,7 +172,7 @@ class Bench:
         with Loaded(self, length) as loaded:
             self.synchronize()
             start = time.perf_counter()
-            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
+            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, KVLoader())
             result = blended_prefill(prompt, policy)
             result.logits[-1].argmax().item()
             return time.perf_counter() - start, result

@@ -292,7 +292,7 @@ def _graphs(bench: Bench, length: int) -> tuple[float, float]:
     """Compare logits of decode steps with and without graphs, up to the first token that differs. A graph's bucket of
     context may split the context into more parts, whose sums are rounded in another order."""
     num_tokens, answers = bench.scenario.decode_steps, []
-    for runner in (bench.memory.runner, EagerRunner(bench.model.decoder, bench.memory.pool)):
+    for runner in (bench.memory.runner, EagerRunner(bench.model.decoder)):
         done = bench.prefill(bench.request(length, BlendParams(mode="full")), num_tokens)
         params, logits = SamplingParams(max_tokens=num_tokens, ignore_eos=True), list[Tensor]()
         tokens = done.answer(

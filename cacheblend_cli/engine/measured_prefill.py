@@ -82,7 +82,7 @@ class Prefilled(PrefillReport):
         lasting = self.runtime.memory()
         if runner is None and lasting is not None and lasting.pool is self.pool:
             return lasting
-        return DeviceMemory(self.pool, runner or EagerRunner(self.runtime.decoder, self.pool))
+        return DeviceMemory(self.pool, runner or EagerRunner(self.runtime.decoder))
 
 
 def prefill(

@@ -16,7 +16,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.request.prompts import Prompts
-from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.grammar import Grammar, form_tokenizer, grammar_of
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
@@ -154,8 +154,8 @@ class Runtime(Prompts):
         if (memory := self.memory(num_prompts)) is not None:
             return memory
         size = self.config.block_size
-        pool = KVPool.of(self.decoder, num_blocks + -(-BatchRunner.SPARE // size), size)
-        return DeviceMemory(pool, BatchRunner(self.decoder, pool))
+        pool = KVPool.of(self.decoder, num_blocks + -(-EagerRunner.SPARE // size), size)
+        return DeviceMemory(pool, EagerRunner(self.decoder, pool))
 
     def shared_memory(self, num_tokens: int | None, num_prompts: int) -> DeviceMemory:
         """Return the memory of a core with concurrent requests.

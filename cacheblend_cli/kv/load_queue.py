@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -63,37 +63,26 @@ class LoadQueue:
                 rest()
 
 
-class Workers:
-    """`count` threads that live as long as the process, each limited to one OpenMP thread.
+@cache
+def workers(count: int) -> ThreadPoolExecutor:
+    """Return `count` threads that live as long as the process, created on first use, each limited to one OpenMP thread.
 
     An OpenMP team per worker would compete with the computing thread's team for the cores.
     """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool = ThreadPoolExecutor(count, "kv-loader")
-        begun = threading.Barrier(count + 1)  # each thread holds one task, so that no thread runs two of them
-        before = torch.get_num_threads()
-        for _ in range(count):
-            self._pool.submit(_alone, begun)
-        begun.wait()
-        torch.set_num_threads(before)  # a worker's setting applies to itself and to threads started later
-
-    def start(self, work: Callable[[], None], at_most: int) -> list[Future[None]]:
-        """Run `work` on every worker, or on `at_most` of them."""
-        return [self._pool.submit(work) for _ in range(min(self.count, at_most))]
+    pool = ThreadPoolExecutor(count, "kv-loader")
+    begun = threading.Barrier(count + 1)  # each thread holds one task, so that no thread runs two of them
+    before = torch.get_num_threads()
+    for _ in range(count):
+        pool.submit(_alone, begun)
+    begun.wait()
+    torch.set_num_threads(before)  # a worker's setting applies to itself and to threads started later
+    return pool
 
 
 def _alone(begun: threading.Barrier) -> None:
     torch.get_num_threads()  # a thread's first query copies the global number: query before setting its own
     torch.set_num_threads(1)
     begun.wait()
-
-
-@cache
-def workers(count: int) -> Workers:
-    """The process's workers, created on first use."""
-    return Workers(count)
 
 
 def num_workers(at_most: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 Copy = Callable[[int, memoryview], None]  # see `ChunkReader.copies`
 
 
-class KVLoader(ABC):
-    """Loads KV layer by layer, ahead of compute, while the context is entered.
+class KVLoader:
+    """Loads KV layer by layer, ahead of compute, while the context is entered. This one has nothing to load.
 
     The figures are final after the last wait. On a GPU, reading the seconds synchronises.
     """
@@ -62,20 +61,12 @@ class KVLoader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:  # noqa: B027 — a loader may have nothing to stop
+    def __exit__(self, *exc: object) -> None:
         """Stop loading."""
 
-    @abstractmethod
     def wait(self, layer: int) -> None:
         """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, except with tensor
         parallelism."""
-
-
-class NothingToLoad(KVLoader):
-    """Loader of a prompt without cached segments."""
-
-    def wait(self, layer: int) -> None:
-        pass
 
 
 class StoredLoader(KVLoader):
@@ -89,7 +80,8 @@ class StoredLoader(KVLoader):
 
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
         self._stored, self._transfer = stored, transfer
-        self._workers = workers(num_workers(transfer.most_workers))
+        self._num_workers = num_workers(transfer.most_workers)
+        self._workers = workers(self._num_workers)
         self._shapes = stored.decoder.spec.kv_shapes
         self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
         self._queue = LoadQueue(stored.num_layers, len(self._batches))
@@ -111,7 +103,7 @@ class StoredLoader(KVLoader):
     def __enter__(self) -> StoredLoader:
         self._rows = [self._stored.rows(batch[self._shapes[0]].spans) for batch in self._batches]
         num_batches = self._stored.num_layers * len(self._batches)
-        num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
+        num_buffers = min(num_batches, self._num_workers * self._transfer.buffers_a_worker)
         reader = self._reading.enter_context(self._stored.source.read())
         try:
             self._copies_of = [self._copies(reader, batch) for batch in self._batches]
@@ -121,8 +113,8 @@ class StoredLoader(KVLoader):
             raise
         for buffer in range(num_buffers):
             self._free.put(buffer)
-        self._readers = min(self._workers.count, num_batches)
-        self._running = self._workers.start(partial(self._work, reader), self._readers)
+        self._readers = min(self._num_workers, num_batches)
+        self._running = [self._workers.submit(self._work, reader) for _ in range(self._readers)]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -224,7 +216,7 @@ class ZeroLoader(KVLoader):
         self._rope_of = decoder.rope.of_layer
         self._rows = []
         self._heads = spec.kv_shapes
-        for segment in (s for s in plan.segments if s.cached):
+        for segment in plan.stored:
             span = StoredSpan(segment.start, segment.end, codec)
             of_heads = {heads: zeros(span, heads, decoder.device) for heads in set(self._heads)}
             self._rows.append((of_heads, rows_of_spans(decoder, sequence, [span], plan.num_tokens).slots))
@@ -249,19 +241,14 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
 
     source: may be None for a plan without cached segments.
     """
-    if not any(s.cached and s.token_ids for s in plan.segments):
-        return NothingToLoad()
+    if not plan.stored:
+        return KVLoader()
     missing: BadChunk | None = None
     try:
-        stored = None if source is None else StoredPrompt.find(decoder, source, sequence, plan)
+        stored = StoredPrompt.find(decoder, source, sequence, plan)
     except BadChunk as error:
-        stored, missing = None, error
-    if stored is None and missing is None:
-        key = next(s.key for s in plan.segments if s.cached and s.token_ids)
-        assert key is not None, "a cached segment has a key"
-        missing = BadChunk(key, "the store cannot be read")
+        missing = error
     agree(decoder, plan, missing)
-    assert stored is not None
     return StoredLoader(stored, transfer_to(decoder.device))
 
 
@@ -288,7 +275,7 @@ def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:
         if bad is not None:
             raise bad
         return
-    cached = [s for s in plan.segments if s.cached and s.token_ids]
+    cached = plan.stored
     if not cached:
         return
     ranks = decoder.part.ranks

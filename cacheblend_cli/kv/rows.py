@@ -130,8 +130,6 @@ def _opened(parts: Sequence[tuple[PagedSequence, int, int]], decode: bool = Fals
 
 def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
     """Pad decode rows with `count` rows that see no key and write to the slots from block `spare` on."""
-    if not count:
-        return rows
     none = torch.zeros(count, dtype=torch.int64, device=decoder.device)
     own = torch.arange(count, device=decoder.device) + spare * rows.pool.block_size
     first = rows_of_tables(decoder.rope.tables(1), none)

@@ -59,9 +59,12 @@ class StoredPrompt:
     rope_len: int  # length passed to RoPE
 
     @classmethod
-    def find(cls, decoder: Decoder, source: KVSource, sequence: PagedSequence, plan: PromptPlan) -> StoredPrompt:
+    def find(cls, decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> StoredPrompt:
         """Read the manifests of the plan's cached segments. Raises BadChunk if the source no longer has one."""
-        segments = [s for s in plan.segments if s.cached and s.token_ids]
+        segments = plan.stored
+        if source is None:
+            assert segments[0].key is not None
+            raise BadChunk(segments[0].key, "the store cannot be read")
         with source.read() as reader:
             manifests = tuple(_manifest(reader, segment, decoder.spec) for segment in segments)
         spans = tuple(StoredSpan(s.start, s.end, m.codec) for s, m in zip(segments, manifests, strict=True))

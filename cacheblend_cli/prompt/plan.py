@@ -71,6 +71,11 @@ class PromptPlan:
         return tuple(s for s in self.segments if s.kind == "chunk")
 
     @property
+    def stored(self) -> tuple[Segment, ...]:
+        """Segments whose KV comes from the store."""
+        return tuple(s for s in self.segments if s.cached and s.token_ids)
+
+    @property
     def cached_tokens(self) -> int:
         """Number of chunk tokens whose KV comes from the store."""
         return sum(len(s.token_ids) for s in self.chunks if s.cached)
@@ -101,7 +106,7 @@ class PromptPlan:
     @property
     def stored_until(self) -> int:
         """End of the last segment whose KV comes from the store."""
-        return max((s.end for s in self.segments if s.cached and s.token_ids), default=0)
+        return self.stored[-1].end if self.stored else 0
 
     def filled_until(self, position: int) -> PromptPlan:
         """Return the plan with the computed segments before a position marked as already in the pool."""

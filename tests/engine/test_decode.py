@@ -104,7 +104,7 @@ def test_every_runner_says_the_same(engine: Engine, params: SamplingParams) -> N
     assert shown == plain.text
     replays = Replays()
     graphs = GraphRunner(engine.model.decoder, pool, replays)
-    for runner in (EagerRunner(engine.model.decoder, pool), graphs, graphs):
+    for runner in (EagerRunner(engine.model.decoder), graphs, graphs):
         for ahead in (False, True):
             assert facts(run(engine, pool, params, runner, ahead)[0]) == facts(plain)
     assert replays.captured == (1 if params.max_tokens > 1 else 0)  # kept from question to question

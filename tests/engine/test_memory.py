@@ -31,7 +31,7 @@ from cacheblend_cli.engine.worker.memory import (
 )
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import transfer
-from cacheblend_cli.kv.load_queue import num_workers, workers
+from cacheblend_cli.kv.load_queue import num_workers
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model import host_memory
@@ -195,7 +195,7 @@ def test_the_first_load_finds_its_pinned_buffers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(transfer, "_streams", lambda device: (None, None))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     warm_up_transfer(torch.device("cuda"))
-    num_buffers = workers(num_workers(CudaTransfer.most_workers)).count * CudaTransfer.buffers_a_worker
+    num_buffers = num_workers(CudaTransfer.most_workers) * CudaTransfer.buffers_a_worker
     for batch_bytes in (CudaTransfer.batch_bytes, CudaTransfer.batch_bytes * 3 // 8):
         assert (num_buffers * batch_bytes - 1).bit_length() in pinned
 

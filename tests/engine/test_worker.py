@@ -17,7 +17,7 @@ from cacheblend_cli.engine import runtime
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
@@ -43,7 +43,7 @@ class Leader(Worker):
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         super().__init__(decoder, memory)
         pool = KVPool.of(decoder, memory.pool.allocator.num_blocks, memory.pool.block_size)
-        self.other = Worker(decoder, DeviceMemory(pool, BatchRunner(decoder, pool)))
+        self.other = Worker(decoder, DeviceMemory(pool, EagerRunner(decoder, pool)))
         self.calls: set[str] = set()
 
     def begin(

@@ -32,7 +32,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker.memory import warm_up
-from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -370,7 +370,7 @@ def launched(root: Path, num_layers: int, policy: BlendPolicy) -> Counter[str]:
         decoder = engine.model.decoder
         plan = plan_prompt([], [ChunkInput(b"", "", (0,) * 40, same_regime=False)], [0] * 8, prefix_key=None)
         sequence = KVPool.of(decoder, 2, 64).new_sequence(plan.num_tokens)
-        prompt = Prompt(decoder, plan, sequence, NothingToLoad())
+        prompt = Prompt(decoder, plan, sequence, KVLoader())
         del launches[:]
         with Operations() as operations:
             blended_prefill(prompt, policy)

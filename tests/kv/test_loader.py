@@ -26,7 +26,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
-from cacheblend_cli.kv.load_queue import Workers
+from cacheblend_cli.kv.load_queue import workers
 from cacheblend_cli.kv.loader import StoredLoader, make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of, row_chunks_of
@@ -330,7 +330,7 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
         place(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoredPrompt, "place", spy)
-    monkeypatch.setattr(loader, "workers", Workers)  # threads that are born now
+    monkeypatch.setattr(loader, "workers", workers.__wrapped__)  # threads that are born now
     torch.set_num_threads(3)
     try:
         stored.prefill(stored.keys[:4])

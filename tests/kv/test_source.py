@@ -18,7 +18,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
-from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.kv.transfer import HostTransfer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -131,7 +131,7 @@ def test_a_record_that_is_gone_or_foreign_is_not_used(stored: Stored, other: dic
 def test_a_full_prefill_asks_no_source(stored: Stored) -> None:
     elsewhere = Elsewhere(stored.store)
     found, _ = stored.prefill(elsewhere, mode="full")
-    assert type(found.loader) is NothingToLoad
+    assert type(found.loader) is KVLoader
     assert (elsewhere.readers, found.loader.num_bytes, found.loader.load_s, found.loader.stall_s) == (0, 0, 0.0, 0.0)
 
 

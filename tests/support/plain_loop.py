@@ -24,7 +24,7 @@ def generate(
     """Decode behind the KV of kv_len tokens. logits: after the last one, fp32 [vocab_size]."""
     output, runner = (
         SequenceOutput(runtime, params, (), on_event),
-        runner or EagerRunner(runtime.decoder, sequence.pool),
+        runner or EagerRunner(runtime.decoder),
     )
     draw = output.draw(logits)
     if output.append(draw):

@@ -28,7 +28,7 @@ from cacheblend_cli.engine.ranks.driver import (
     load_part,
 )
 from cacheblend_cli.engine.ranks.rank_group import STARTED, join
-from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.prefill import PrefillInput
 from cacheblend_cli.engine.worker.worker import Worker
@@ -74,7 +74,7 @@ class Follower:
                 decoder, memory = self._models[model][0], self._memories.get(model)
                 if memory is None:
                     pool = KVPool.of(decoder, num_blocks, block_size)
-                    memory = DeviceMemory(pool, BatchRunner(decoder, pool))
+                    memory = DeviceMemory(pool, EagerRunner(decoder, pool))
                 self._workers[worker] = Worker(decoder, memory)
             case Begin(worker, given, folder):
                 self._begin(worker, given, folder)

@@ -42,10 +42,16 @@ class DecodeRunner(Protocol):
 
 
 class EagerRunner:
-    """Launches every kernel from Python. steps: of its passes, None for the default."""
+    """Launches every kernel from Python. steps: of its passes, None for the default.
 
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
-        self._decoder, self._pool = decoder, pool
+    With a pool, batches are padded to a multiple of STEADY_ROWS rows where torch multiplies, so that an answer does not
+    depend on its batch. The pool must outlive the runner, which keeps SPARE slots of it for padding."""
+
+    SPARE = STEADY_ROWS - 1
+
+    def __init__(self, decoder: Decoder, pool: KVPool | None = None) -> None:
+        self._decoder = decoder
+        self._spare = None if pool is None else pool.allocator.allocate(pool.blocks_for(self.SPARE))[0]
         self.steps: Steps | None = None
         self._sequences: list[PagedSequence] = []
         self._kv_lens: list[int] = []
@@ -55,29 +61,10 @@ class EagerRunner:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        rows = next_rows(self._decoder, self._sequences, self._kv_lens)
-        self._kv_lens = [n + 1 for n in self._kv_lens]
-        return forward(self._decoder, rows, tokens, self.steps)
-
-
-class BatchRunner(EagerRunner):
-    """Eager, with batches padded to a multiple of STEADY_ROWS rows where torch multiplies, so that an answer does not
-    depend on its batch.
-
-    The pool must outlive the runner, which keeps SPARE slots of it for padding."""
-
-    SPARE = STEADY_ROWS - 1
-
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
-        super().__init__(decoder, pool)
-        self._spare = pool.allocator.allocate(pool.blocks_for(self.SPARE))[0]
-
-    @torch.inference_mode()
-    def step(self, tokens: Tensor) -> Tensor:
         rows, count = next_rows(self._decoder, self._sequences, self._kv_lens), len(tokens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        missing = 0 if self._decoder.steady_rows == 1 else -count % STEADY_ROWS
-        if missing:
+        missing = -count % self._decoder.steady_rows
+        if missing and self._spare is not None:
             tokens = torch.cat((tokens, tokens.new_zeros(missing)))
             rows = filled(self._decoder, rows, missing, self._spare)
         return forward(self._decoder, rows, tokens, self.steps)[:count]
@@ -213,7 +200,7 @@ def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False, least_rows:
     alike = decoder.rope.switches_at is None and spec.experts is None and not spec.generic  # every step
     alike = alike and decoder.part.is_whole  # an exchange between ranks is not captured
     if eager or not (capturable and alike):
-        return EagerRunner(decoder, pool)
+        return EagerRunner(decoder)
     runner = GraphRunner(decoder, pool, least_rows=least_rows)
     if spec.latent is None and spec.streams is None and spec.shapes is None and not spec.token_width:
         from cacheblend_cli.kv.layer_graphs import LayerGraphs

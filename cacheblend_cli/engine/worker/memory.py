@@ -18,7 +18,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.worker.decode import LEAST_KV_BUCKET, DecodeRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.load_queue import num_workers, workers
-from cacheblend_cli.kv.loader import NothingToLoad, ZeroLoader
+from cacheblend_cli.kv.loader import KVLoader, ZeroLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model.decoder import Decoder
@@ -142,9 +142,10 @@ def warm_up_transfer(device: torch.device) -> None:
     """Create the threads and streams of loading, and pinned buffers as long and medium prompts need them. Allocating
     these takes tens of milliseconds; PyTorch keeps them, by powers of two."""
     transfer = CudaTransfer(device)
-    num_buffers = workers(num_workers(transfer.most_workers)).count * transfer.buffers_a_worker
+    count = num_workers(transfer.most_workers)
+    workers(count)
     for num_bytes in (transfer.batch_bytes, transfer.batch_bytes // 2):
-        torch.empty(num_buffers * num_bytes, dtype=torch.uint8, pin_memory=True)
+        torch.empty(count * transfer.buffers_a_worker * num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
@@ -231,7 +232,7 @@ def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
         sequence = KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
         policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
-        blended_prefill(Prompt(decoder, plan, sequence, NothingToLoad()), policy)
+        blended_prefill(Prompt(decoder, plan, sequence, KVLoader()), policy)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",

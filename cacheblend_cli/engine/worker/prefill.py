@@ -148,11 +148,10 @@ class PrefillState:
 
     def _open_state(self, states: BlockStates) -> None:
         """Put the recurrent state from the store where the computed tokens begin. Raises BadChunk."""
-        stored, first = [s for s in self._plan.segments if s.cached and s.token_ids], self._plan.num_prefix_cached
-        if stored:
+        if stored := self._plan.stored:
             state = stored_state(self._decoder, self._source, stored[-1])
             states.put(self._sequence, stored[-1].end, state)
-        elif first:
+        elif first := self._plan.num_prefix_cached:
             states.pin(self._sequence, first)
 
     def __exit__(self, *exc: object) -> None:

@@ -14,7 +14,7 @@ from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
@@ -66,7 +66,7 @@ class Case:
         pool.allocator.allocate(40)
         sequence = type(pool.new_sequence(0))(pool, blocks[: pool.blocks_for(self.num_tokens)])
         plan = PromptPlan((Segment("chunk", 0, (0,) * self.num_tokens, "blended"),))
-        prompt = Prompt(decoder, plan, sequence, NothingToLoad())
+        prompt = Prompt(decoder, plan, sequence, KVLoader())
         rows = prompt.rows(torch.arange(self.num_tokens, device=device))
         layer = decoder.layers[1]
         k, v = self.old.to(device, dtype)
