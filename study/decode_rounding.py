@@ -39,8 +39,8 @@ def measure(model: str, dtype: str) -> str:
         memory.runner.begin([sequence], [at], 1)
         decoded.append(memory.runner.step(ids[at : at + 1]).clone())
     found = divergence(log_distribution(prefilled), log_distribution(torch.cat(decoded)))
-    kl = torch.tensor(found.kl)
-    return f"KL {kl.mean():.1e}, median {kl.median():.1e}, maximum {kl.max():.1e}; same token {found.top1_rate:.3f}"
+    kl, same = torch.tensor(found.kl), sum(found.top1) / len(found.top1)
+    return f"KL {kl.mean():.1e}, median {kl.median():.1e}, maximum {kl.max():.1e}; same token {same:.3f}"
 
 
 def main() -> None:

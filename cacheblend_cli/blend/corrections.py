@@ -31,9 +31,13 @@ def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
     """Read stored K (before RoPE) and V of `rows` from the pool at a layer, each fp32 [num_rows, num_kv_heads,
     head_dim]."""
     k, v = rows.pool.read(layer.index, rows.slots)
-    cos, sin = rows.cos_sin(layer)
+    return layer.kernels.rope(k, *_inverse(*rows.cos_sin(layer))), v
+
+
+def _inverse(cos: Tensor, sin: Tensor) -> CosSin:
+    """Return cos and sin that undo a rotation."""
     stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
-    return layer.kernels.rope(k, cos / stretch, -sin / stretch), v
+    return cos / stretch, -sin / stretch
 
 
 class Regression:
@@ -56,7 +60,8 @@ class Regression:
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
-        self._pool, self._prior, decoder = prompt.pool, _prior(), prompt.decoder
+        self._pool, decoder = prompt.pool, prompt.decoder
+        self._prior = RegressionPrior(CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE, COMMON)
         self._given = prompt, every, repaired
         self._fused = decoder.kernels.has_correction and decoder.part.is_whole and decoder.spec.latent is None
         if self._fused:
@@ -96,37 +101,23 @@ class Regression:
         sizes = layer.part.sum_of_kv(torch.linalg.vector_norm(change, dim=-1).square_(), layer.index)
         if layer.latent_heads is None:
             of_k = change[:, : k[0].numel()]
-            of_k -= (1 - COMMON) * self._common(of_k)
+            common = of_k.cumsum(0)[self._so_far - 1] / self._so_far[:, None]  # mean of its chunk and those before it
+            of_k -= (1 - COMMON) * common
         for part in self._parts:
             part.move(self._pool, layer, change, sizes)
 
     @cached_property
     def _rows(self) -> tuple[Regressed, tuple[CosSin, ...]]:
         """Return the rows for a backend's own regression, and cos and sin of each RoPE. Built in the first corrected
-        layer, while a GPU still computes the layer before it."""
+        layer, while a GPU still computes the layer before it; does not wait for that."""
         prompt, every, repaired = self._given
-        rows = prompt.rows(every.positions)
-        return _regressed(every, repaired, rows), rows.rotations
-
-    def _common(self, change: Tensor) -> Tensor:
-        """Return, for each repaired token, the mean change over its chunk and the chunks before it. change: fp32
-        [num_repaired, width]."""
-        return change.cumsum(0)[self._so_far - 1] / self._so_far[:, None]
-
-
-def _prior() -> RegressionPrior:
-    return RegressionPrior(CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE, COMMON)
-
-
-def _regressed(every: Candidates, repaired: Candidates, rows: Rows) -> Regressed:
-    """Return the rows for a backend's own regression. rows: rows of `every`. Does not wait for the device."""
-    device, lengths = every.positions.device, every.lengths
-    starts = upload([0, *accumulate(lengths)], device, torch.int32)
-    known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)
-    known_starts = torch.searchsorted(known, starts, out_int32=True)
-    so_far = known_starts[1:, None]
-    before = torch.arange(len(known), device=device) < so_far
-    return Regressed(rows.slots, starts, known, known_starts, before / so_far.clamp_min(1), max(lengths))
+        rows, device, lengths = prompt.rows(every.positions), every.positions.device, every.lengths
+        starts = upload([0, *accumulate(lengths)], device, torch.int32)
+        known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)
+        known_starts = torch.searchsorted(known, starts, out_int32=True)
+        so_far = known_starts[1:, None]
+        average = (torch.arange(len(known), device=device) < so_far) / so_far.clamp_min(1)
+        return Regressed(rows.slots, starts, known, known_starts, average, max(lengths)), rows.rotations
 
 
 @dataclass(frozen=True)
@@ -159,20 +150,13 @@ class _Part:
         own, tokens = upload(number[index[:, stale:]], device), every.take(upload(index, device))
         real = upload(real, device, torch.bool)
         rows = prompt.rows(tokens.positions.flatten())
-        # square of RoPE's attention factor, else 1
-        squares = [cos.square() + sin.square() for cos, sin in rows.rotations]
-        back = [(cos / s, -sin / s) for (cos, sin), s in zip(rows.rotations, squares, strict=True)]
-        first = [
-            tuple(t.view(*index.shape, -1)[:, :stale].reshape(-1, t.shape[-1]).contiguous() for t in pair)
-            for pair in rows.rotations
-        ]
         apart = (tokens.offset[:, stale:, None] - tokens.offset[:, None]).abs()
         near = sum(torch.exp(-apart / length) for length in LENGTHS)
         placed = (CHUNK + NEAR * near) * (real[:, stale:, None] & real[:, None])
         return cls(
             rows.slots.view(index.shape),
-            tuple(back),
-            tuple((cos, sin) for cos, sin in first),
+            tuple(_inverse(cos, sin) for cos, sin in rows.rotations),
+            prompt.decoder.rope.cos_sin(tokens.positions[:, :stale].flatten(), prompt.plan.num_tokens),
             own,
             (real / real.sum(1, keepdim=True))[:, None],
             torch.zeros(index.shape, device=device).masked_fill(~real, math.inf)[..., None],

@@ -26,8 +26,6 @@ import math
 
 from cacheblend_cli.types import Decision, Estimate, Speeds, Workload
 
-FULL, BLEND = "full", "blend"
-
 
 def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
     """Return the largest ratio that is free, at least `floor`; or a full prefill if it is estimated to be no slower.
@@ -38,7 +36,7 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
     blend = at_ratio(speeds, work, min(1.0, max(floor, free_ratio(speeds, work))), floor)
     if work.kv_bytes and blend.full.prefill_s <= blend.chosen.prefill_s:
         layer_s = _layer_s(speeds, *_full_rows(work))
-        return Decision(FULL, 1.0, floor, layer_s, blend.layer_load_s, blend.full, blend.full)
+        return Decision("full", 1.0, floor, layer_s, blend.layer_load_s, blend.full, blend.full)
     return blend
 
 
@@ -47,7 +45,7 @@ def at_ratio(speeds: Speeds, work: Workload, ratio: float, floor: float) -> Deci
     chosen = _chosen(work, ratio)
     compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2)) + _moved_s(speeds, work, chosen)
     both = estimate(speeds, work, ratio), estimate_full(speeds, work)
-    return Decision(BLEND, ratio, floor, compute, _layer_load_s(speeds, work), *both)
+    return Decision("blend", ratio, floor, compute, _layer_load_s(speeds, work), *both)
 
 
 def free_ratio(speeds: Speeds, work: Workload) -> float:

@@ -31,10 +31,6 @@ class Divergence:
         return sum(self.kl) / len(self.kl) if self.kl else 0.0
 
     @property
-    def top1_rate(self) -> float:
-        return sum(self.top1) / len(self.top1) if self.top1 else 1.0
-
-    @property
     def first_difference(self) -> int | None:
         """First position at which greedy decoding differs from full prefill's answer, None if there is none."""
         return self.top1.index(False) if False in self.top1 else None

@@ -24,8 +24,6 @@ from cacheblend_cli.types import BlendParams
 
 @dataclass(frozen=True)
 class BlendPolicy:
-    """Policy for choosing the tokens to recompute."""
-
     selector: Selector
     # (layer, ratio), layers ascending, ratios descending (gradual filtering); without a check layer the first ratio
     # applies before layer 0
@@ -79,18 +77,14 @@ def row_tile_of(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 1
 
 
-def check_names(params: BlendParams) -> Selector:
-    """Return the selector. Raises UsageError for an unknown selector or correction."""
-    if params.correction != "none" and params.correction not in CORRECTIONS:
-        raise UsageError(f"unknown correction {params.correction!r}", f"known: {', '.join(CORRECTIONS)}, none")
-    return make_selector(params.selector, params.seed)
-
-
 def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile: int = 1) -> BlendPolicy:
     """Return the policy for a model with num_layers layers. row_tile: see `row_tile_of`.
 
     Raises UsageError for an unknown name, and for a check layer that the model does not have."""
-    checks, selector = params.checks or ((params.check_layer, params.ratio),), check_names(params)
+    if params.correction != "none" and params.correction not in CORRECTIONS:
+        raise UsageError(f"unknown correction {params.correction!r}", f"known: {', '.join(CORRECTIONS)}, none")
+    selector = make_selector(params.selector, params.seed)
+    checks = params.checks or ((params.check_layer, params.ratio),)
     wrong = [layer for layer, _ in checks if not 1 <= layer < num_layers]
     if params.effective_ratio() in (0.0, 1.0):
         checks = ((1, params.effective_ratio()),)

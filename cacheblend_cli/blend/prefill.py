@@ -35,8 +35,6 @@ from cacheblend_cli.types import LayerReport, LayerStatus
 
 @dataclass
 class PrefillResult:
-    """Result of a blended prefill."""
-
     logits: Tensor  # fp32 [number of output positions, vocab_size]
     chosen: Tensor  # sorted positions that were recomputed in the last layers
     layers: list[LayerReport] = field(default_factory=list)
@@ -96,13 +94,14 @@ class BlendSteps(Steps):
         if status is LayerStatus.CHECK:
             return LayerStep(next_rows=partial(self._check, last=layer.index == self._last_layer))
         if layer.index == self._last_layer:
-            return LayerStep(next_rows=self._outputs())
+            return LayerStep(next_rows=self.outputs())
         if layer.index == 0 and self._policy.layer0_exact and len(self.candidates):
             return LayerStep(kv_rows=self._fresh_index)  # at layer 0, K and V depend on the token alone
         return LayerStep()
 
     def outputs(self) -> Tensor:
-        return self._outputs()
+        """Rows whose logits are needed: only these pass through the last layer."""
+        return torch.searchsorted(self.rows.positions, self._output_positions)
 
     def fresh(self, fresh: FreshKV) -> None:
         """Correct the old KV of rows dropped by an earlier choice, based on the fresh K and V."""
@@ -143,10 +142,6 @@ class BlendSteps(Steps):
         self._fresh_index = torch.searchsorted(positions, self._fresh)
         if narrowed and len(candidates) and self._policy.correction is not None:
             self._correction = self._policy.correction(self._prompt, self._all, candidates)
-
-    def _outputs(self) -> Tensor:
-        """Rows whose logits are needed: only these pass through the last layer."""
-        return torch.searchsorted(self.rows.positions, self._output_positions)
 
     def _status(self, layer: int) -> LayerStatus:
         if layer in self._ratios:

@@ -16,8 +16,6 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 @dataclass(frozen=True)
 class Prompt:
-    """sequence: has capacity for at least the plan's tokens."""
-
     decoder: Decoder
     plan: PromptPlan
     sequence: PagedSequence  # has capacity for at least the plan's tokens
@@ -35,7 +33,3 @@ class Prompt:
     def rows(self, positions: Tensor) -> Rows:
         """Return the rows at `positions` (sorted int64)."""
         return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens)
-
-    def keys(self, layer: int, kv_len: int) -> Tensor:
-        """Return `KVPool.keys` of positions 0:kv_len at a layer."""
-        return self.pool.keys(layer, self.sequence.slots_to(kv_len))

@@ -48,8 +48,6 @@ class Evidence(Protocol):
 
 
 class Selector(ABC):
-    """A selection policy."""
-
     # True: compares fresh with old KV, so tokens are chosen at the check layer; False: before layer 0
     needs_check_layer = False
 
