@@ -181,7 +181,7 @@ def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
     """Draw tokens [n] int64 from logits [n, vocab_size]."""
     if samplers[0].params.temperature == 0:
         return logits.argmax(-1)
-    probs = _kept_probs(logits, samplers[0].params)
+    probs = filtered_probs(logits, samplers[0].params)
     # As torch.multinomial draws one sample, without its checks, which wait for the device: argmax of p / Exp(1).
     noise = torch.empty_like(probs)
     if all(sampler.params.seed is None for sampler in samplers):
@@ -220,14 +220,8 @@ class Penalties:
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return probabilities [..., vocab_size] after temperature, top-k, top-p and min-p, in this order; at least one
-    token remains."""
-    probs = _kept_probs(logits, params)
-    return probs / probs.sum(-1, keepdim=True)
-
-
-def _kept_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`filtered_probs` before normalisation. A row's bits do not depend on the number of rows."""
+    """Return probabilities [..., vocab_size] after temperature, top-k, top-p and min-p, in this order, not normalised;
+    at least one token remains. A row's bits do not depend on the number of rows."""
     logits = logits / max(params.temperature, LEAST_TEMPERATURE)
     if params.top_k:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[..., -1:]
