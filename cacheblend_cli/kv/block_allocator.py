@@ -26,8 +26,6 @@ class Allocation(Enum):
 
 
 class BlockAllocator:
-    """Reference-counted blocks. See the table above."""
-
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
@@ -50,10 +48,6 @@ class BlockAllocator:
     @property
     def num_used(self) -> int:
         return len(self._refs)
-
-    def can_append(self, count: int) -> bool:
-        """Return whether `count` blocks can be allocated."""
-        return count <= self.num_free
 
     def allocate(self, count: int, *, after: int | None = None, headroom: int = 0) -> list[int]:
         """Allocate `count` blocks, adjacent if possible (the CPU path then attends over a view). Raises DeviceError if
@@ -127,11 +121,7 @@ class BlockAllocator:
         """Return the index in the free list from which `count` blocks are taken."""
         if after is not None:
             i = bisect.bisect_left(self._free, after + 1)
-            if (
-                i + count <= len(self._free)
-                and self._free[i] == after + 1
-                and self._free[i + count - 1] == after + count
-            ):
+            if self._free[i : i + count] == [*range(after + 1, after + 1 + count)]:
                 return i
         found = self._adjacent(count + headroom) if headroom else None
         return (self._adjacent(count) or 0) if found is None else found

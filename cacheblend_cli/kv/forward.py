@@ -7,7 +7,6 @@ results. A pass can pause between two layers (`layer_by_layer`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -113,14 +112,6 @@ class Activations:
         return delta.clone(), None if residual is None else residual.clone()
 
 
-class LayerRunner(ABC):
-    """Another way to compute layers than kernel by kernel. A pool may have one for its prefills."""
-
-    @abstractmethod
-    def run(self, layer: DecoderLayer, between: Activations, rows: Rows, step: LayerStep, steps: Steps) -> bool:
-        """Compute a layer: call `steps`, and put its results. Returns False, and does nothing, if it cannot."""
-
-
 @dataclass(frozen=True)
 class Hidden:
     """End of a pass."""
@@ -158,7 +149,7 @@ def finish(run: Generator[Any, None, T]) -> T:
 def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps) -> Pass[Hidden | None]:
     """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. Returns None if a step
     ended the pass. Pauses after every layer but the last, so that other sequences can be computed meanwhile."""
-    runner, num_rows = rows.pool.layer_graphs, 0
+    graphs, num_rows = rows.pool.layer_graphs, 0
     rows, between = replace(rows, token_ids=token_ids), Activations(decoder.embed(token_ids))
     for layer in decoder.layers:
         if layer is not decoder.layers[0]:
@@ -167,7 +158,7 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
         if layer.before is not None:
             assert rows.states is not None
             between.put(layer.before(between.take()[0], rows.states), None)
-        if isinstance(runner, LayerRunner) and runner.run(layer, between, rows, step, steps):
+        if graphs is not None and graphs(layer, between, rows, step, steps):
             continue
         with decoding(rows.decode):
             # no name holds delta: tensors are freed before attention and MLP, activations are most of a pass's memory

@@ -21,7 +21,7 @@ import torch
 from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import Activations, FreshKV, LayerRunner, LayerStep, Steps, attend, rotate_and_write
+from cacheblend_cli.kv.forward import Activations, FreshKV, LayerStep, Steps, attend, rotate_and_write
 from cacheblend_cli.kv.pool import KVPool, upload
 from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, Rows, bucket
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
@@ -89,7 +89,7 @@ class Filled:
     padded: Buffers  # all rows of the bucket
 
 
-class LayerGraphs(LayerRunner):
+class LayerGraphs:
     """Graphs of a decoder's layers over a pool, which must outlive them. spare: block of the pool whose contents do not
     matter."""
 
@@ -108,7 +108,8 @@ class LayerGraphs(LayerRunner):
         self._graphs: dict[tuple[int, int], dict[tuple[int, int], Callable[[], None]]] = {}  # by bucket, layer and half
         self._stream, self._memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # of all captures
 
-    def run(self, layer: DecoderLayer, between: Activations, rows: Rows, step: LayerStep, steps: Steps) -> bool:
+    def __call__(self, layer: DecoderLayer, between: Activations, rows: Rows, step: LayerStep, steps: Steps) -> bool:
+        """Compute a layer: call `steps`, and put its results. Returns False, and does nothing, if it cannot."""
         simple = step.kv_rows is None and step.next_rows is None and not step.stop and layer.own_kv and layer.index > 0
         few = 0 < len(rows) <= MOST_ROWS and rows.attention.num_seqs == 1 and not rows.decode
         fits = 0 < rows.attention.max_kv_len <= self._most_tokens

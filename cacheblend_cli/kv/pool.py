@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +59,7 @@ class KVPool(BlockSpace):
             from cacheblend_cli.kv.states import BlockStates
 
             self.states = BlockStates(block_size, state_layout, self.allocator)
-        self.layer_graphs: object = None  # `forward.LayerRunner` of prefills over this pool, or None
+        self.layer_graphs: Callable[..., bool] | None = None  # `LayerGraphs` of prefills over this pool
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
@@ -94,7 +94,6 @@ class KVPool(BlockSpace):
         return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in self.tensors]
 
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole blocks of every layer. `source` and `target` are disjoint."""
         src, dst = upload(source, self.device), upload(target, self.device)
         for held in self.raw:
             held.index_copy_(0, dst, held.index_select(0, src))
@@ -121,7 +120,7 @@ class KVPool(BlockSpace):
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise DeviceError, naming what fits, if the pool has no room for num_tokens."""
-        if not self.allocator.can_append(self.blocks_for(num_tokens)):
+        if self.blocks_for(num_tokens) > self.allocator.num_free:
             raise DeviceError(
                 f"prompt and answer take {num_tokens} tokens of KV; the {self.allocator.num_free} free blocks on {self.device} "
                 f"hold {self.allocator.num_free * self.block_size}",

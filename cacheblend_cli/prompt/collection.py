@@ -78,7 +78,6 @@ class Collection:
         return cls(model, template, codec_of(kv_dtype, model.decoder.dtype, model.spec), salt)
 
     def in_codec(self, kv_dtype: str) -> Collection:
-        """Return the collection in another codec."""
         return Collection.of(self.model, self.template, kv_dtype, self.salt)
 
     def in_other_dtypes(self) -> list[Collection]:
@@ -87,7 +86,6 @@ class Collection:
         return [replace(self, computed_in=name) for name, there in self.model.fingerprints.items() if there != own]
 
     def on(self, day: date) -> Collection:
-        """Return the collection with another date in the template."""
         return replace(self, template=self.template.on(day))
 
     def worded(self, wording: Wording) -> Collection:
@@ -148,7 +146,6 @@ class Collection:
 
     @property
     def prefix_bytes(self) -> int:
-        """Blob bytes of the prefix."""
         return sum(map(blob_size, self._layers(len(self.prefix_ids), self.prefix_codec))) + sum(self._state_bytes)
 
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:

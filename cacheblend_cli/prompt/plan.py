@@ -12,8 +12,6 @@ SegmentStatus = Literal["exact", "blended", "computed", "prefix_cached"]
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """A chunk of a prompt."""
-
     key: bytes
     source: str
     token_ids: tuple[int, ...]
@@ -116,17 +114,14 @@ class PromptPlan:
         )
         return replace(self, segments=tuple(parts))
 
-    def cut_for(self, num_tokens: int) -> int:
-        """Return how many of the first num_tokens can come from the prefix cache.
-
-        Stored KV is loaded by whole segments, and the last token is always computed for its logits.
-        """
-        num_tokens = min(num_tokens, self.num_tokens - 1)
-        at = next((s for s in self.segments if s.start < num_tokens < s.end), None)
-        return at.start if at is not None and at.cached else num_tokens
+    def can_cut(self, num_tokens: int) -> bool:
+        """Return whether the first num_tokens can come from the prefix cache: stored KV is loaded by whole segments,
+        and the last token is always computed for its logits."""
+        cuts_stored = any(s.start < num_tokens < s.end for s in self.stored)
+        return num_tokens < self.num_tokens and not cuts_stored
 
     def with_prefix_cache(self, num_tokens: int) -> PromptPlan:
-        """Return the plan with the first num_tokens marked as already in the pool. num_tokens: from `cut_for`."""
+        """Return the plan with the first num_tokens marked as already in the pool. See `can_cut`."""
         parts: list[Segment] = []
         for s in self.segments:
             own = min(max(num_tokens - s.start, 0), len(s.token_ids))

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """Text before and after a model's reasoning."""
-
     open: str
     close: str  # the answer follows
 

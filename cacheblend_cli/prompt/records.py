@@ -22,8 +22,6 @@ from cacheblend_cli.prompt.wording import Wording
 
 @dataclass(frozen=True)
 class CollectionRecord:
-    """The parts of a collection."""
-
     id: str
     model_name: str
     model: str  # fingerprint

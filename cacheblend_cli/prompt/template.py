@@ -55,7 +55,6 @@ class PromptTemplate:
         return self.opens_reasoning or (any(map(knows, (tags.open, tags.close, CHANNEL))) and not closed)
 
     def on(self, day: date) -> PromptTemplate:
-        """Return the template with another date."""
         return split_template(self.tokenizer, self.wording, day)
 
     def suffix_ids(self, question: str, history: Sequence[str] = ()) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msgspec import convert, to_builtins
+from msgspec import to_builtins
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.model_files import is_there, read_text
@@ -78,11 +78,6 @@ class Wording:
     def to_dict(self) -> dict[str, Any]:
         record: dict[str, Any] = to_builtins(self)
         return record
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Wording:
-        """Parse the result of `to_dict`. Raises UsageError or ValueError."""
-        return convert(value, cls)
 
     def differences(self, other: Wording) -> list[tuple[str, str]]:
         """Return (flag of this wording, flag of the other) for each difference."""

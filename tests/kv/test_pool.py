@@ -30,7 +30,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def allocate(self, count: int) -> None:
-        if self.allocator.can_append(count):
+        if count <= self.allocator.num_free:
             blocks = self.allocator.allocate(count)
             assert len(set(blocks)) == count
             assert not {b for t in self.held for b in t} & set(blocks)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import tokenizer_with_template
+from msgspec import convert
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -72,5 +73,5 @@ def test_a_raw_prompt_has_no_template_around_it(tmp_path: Path) -> None:
     parts = split_template(of, raw)
     assert parts.prefix_ids == ()
     assert parts.suffix_ids(" Once upon a time ") == tuple(of.encode_text(" Once upon a time "))
-    assert Wording.from_dict(raw.to_dict()) == raw
-    assert Wording.from_dict(Wording().to_dict()) == Wording()
+    assert convert(raw.to_dict(), Wording) == raw
+    assert convert(Wording().to_dict(), Wording) == Wording()

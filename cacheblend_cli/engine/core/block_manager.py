@@ -55,7 +55,7 @@ class BlockManager:
             end = self.space.blocks_for(kv_len + more)
             written = table.blocks[kv_len // size : end]
             new += max(0, end - len(table.blocks)) + sum(map(allocator.is_shared, written))
-        return allocator.can_append(new)
+        return new <= allocator.num_free
 
     def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> PrefixHit:
         """Look up the prompt in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum
@@ -70,7 +70,7 @@ class BlockManager:
     def _continues(self, plan: PromptPlan, blocks: list[int], num_tokens: int) -> bool:
         """Return whether a prompt can go on after these leading tokens: not within a chunk, which is loaded as a whole,
         and of a hybrid only with the state there."""
-        if plan.cut_for(num_tokens) != num_tokens:
+        if not plan.can_cut(num_tokens):
             return False
         needs_state = plan.in_order and plan.stored_until <= num_tokens
         return not needs_state or self.space.has_state(blocks[num_tokens // self.space.block_size - 1], num_tokens)
