@@ -25,7 +25,7 @@ from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import KVOnly, Steps, finish, layer_by_layer
 from cacheblend_cli.kv.loader import ZeroLoader
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.rows import rows_alone
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
@@ -134,11 +134,8 @@ def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, fl
 
 
 def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[], Any]:
-    pool = KVPool.of(decoder, -(-num_rows // block_size), block_size)
-    sequence = pool.new_sequence(num_rows)
-    positions = torch.arange(num_rows, device=decoder.device)
+    rows = rows_alone(decoder, num_rows, block_size)
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
-    rows = rows_of(decoder, sequence, positions, num_rows, num_rows)
     steps = Steps() if len(decoder.layers) == 1 else KVOnly(decoder, rows)
     return lambda: finish(layer_by_layer(decoder, rows, token_ids, steps))
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
-from cacheblend_cli.kv.pool import KVPool, upload
-from cacheblend_cli.kv.rows import Rows, rows_of
+from cacheblend_cli.kv.pool import upload
+from cacheblend_cli.kv.rows import Rows, rows_alone
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
 
@@ -29,11 +29,7 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     """Compute the scales for this decoder. prefix_ids: the start of every prompt. Takes a prefill of at most SAMPLE
     tokens."""
     ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_context))
-    of = decoder.own_spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device
-    pool = KVPool(*of, state_layout=decoder.state_layout)
-    sequence = pool.new_sequence(len(ids))
-    positions = torch.arange(len(ids), device=decoder.device)
-    rows = rows_of(decoder, sequence, positions, len(ids), len(ids))
+    rows = rows_alone(decoder, len(ids), block_size)
     sizes = _Sizes(decoder, rows)
     finish(layer_by_layer(decoder, rows, upload(ids, decoder.device), sizes))
     return KVScales(tuple(sizes.k_scales), tuple(sizes.v_scales))

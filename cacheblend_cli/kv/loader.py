@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 import torch
 from cacheblend_kernels import StoredKV
 from cacheblend_store import ChunkManifest, StoreError
-from torch import Tensor
 
 from cacheblend_cli.kv.load_queue import LoadQueue, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
@@ -26,7 +25,7 @@ from cacheblend_cli.kv.stored_prompt import (
     StoredSpan,
     batches_of,
     row_chunks_of,
-    rows_of_spans,
+    slots_of,
     stored_kv,
 )
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
@@ -84,7 +83,7 @@ class StoredLoader(KVLoader):
         self._workers = workers(self._num_workers)
         self._shapes = stored.decoder.spec.kv_shapes
         self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
-        self._queue = LoadQueue(stored.num_layers, len(self._batches))
+        self._queue = LoadQueue(len(self._shapes), len(self._batches))
         self._rows: list[BatchRows] = []
         self._copies_of: list[dict[tuple[int, ...], Copy]] = []
         self._free: SimpleQueue[int | None] = SimpleQueue()  # buffers not held by a worker; None: stop
@@ -102,7 +101,7 @@ class StoredLoader(KVLoader):
 
     def __enter__(self) -> StoredLoader:
         self._rows = [self._stored.rows(batch[self._shapes[0]].spans) for batch in self._batches]
-        num_batches = self._stored.num_layers * len(self._batches)
+        num_batches = len(self._shapes) * len(self._batches)
         num_buffers = min(num_batches, self._num_workers * self._transfer.buffers_a_worker)
         reader = self._reading.enter_context(self._stored.source.read())
         try:
@@ -166,7 +165,7 @@ class StoredLoader(KVLoader):
             self._queue.arrived(layer, send)
 
     def _send(self, layer: int, batch: KVBatch, rows: BatchRows, buffer: int) -> None:
-        self._transfer.send(layer, buffer, batch.num_bytes, partial(self._place, layer, batch, rows))
+        self._transfer.send(layer, buffer, batch.num_bytes, partial(self._stored.place, layer, batch, rows))
         self._free.put(buffer)
 
     def _copies(self, reader: ChunkReader, batch: dict[tuple[int, ...], KVBatch]) -> dict[tuple[int, ...], Copy]:
@@ -190,19 +189,16 @@ class StoredLoader(KVLoader):
             if copy is not None:
                 copy(layer, memory)
                 return
-        for index, (manifest, places) in enumerate(zip(self._manifests(batch), batch.places, strict=True)):
+        for manifest, places in zip(self._manifests(batch), batch.places, strict=True):
             try:
                 reader.copies([manifest], [layer], [places])(layer, memory)
             except StoreError as error:
-                bad = self._stored.bad(batch.first + index, error)
+                bad = BadChunk(manifest.key, error.message)
                 if self._stored.decoder.part.is_whole:
                     raise bad from error
                 self.bad = bad  # the other ranks do not know of it, so the pass goes on
                 for start, end in places.values():
                     memory[start:end] = bytes(end - start)
-
-    def _place(self, layer: int, batch: KVBatch, rows: BatchRows, staged: Tensor) -> None:
-        self._stored.place(layer, batch.spans[0].codec, batch.tensors(staged), rows)
 
 
 class ZeroLoader(KVLoader):
@@ -219,7 +215,7 @@ class ZeroLoader(KVLoader):
         for segment in plan.stored:
             span = StoredSpan(segment.start, segment.end, codec)
             of_heads = {heads: zeros(span, heads, decoder.device) for heads in set(self._heads)}
-            self._rows.append((of_heads, rows_of_spans(decoder, sequence, [span], plan.num_tokens).slots))
+            self._rows.append((of_heads, slots_of(decoder, sequence, [span], plan.num_tokens)))
 
     def wait(self, layer: int) -> None:
         for of_heads, slots in self._rows:

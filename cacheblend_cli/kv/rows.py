@@ -34,8 +34,6 @@ def slice_rows(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one launch."""
-
     pool: KVPool  # where K and V of the rows are written
     positions: Tensor  # [num_rows] int64
     slots: Tensor  # [num_rows] int64
@@ -76,6 +74,12 @@ def rows_of(decoder: Decoder, sequence: PagedSequence, positions: Tensor, kv_len
     """Return rows at `positions` (sorted int64) of one sequence holding kv_len positions. rope_len: length passed to
     RoPE."""
     return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len)
+
+
+def rows_alone(decoder: Decoder, num_rows: int, block_size: int) -> Rows:
+    """Return all rows of a sequence of num_rows tokens in a pool of its own."""
+    sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
+    return rows_of(decoder, sequence, torch.arange(num_rows, device=decoder.device), num_rows, num_rows)
 
 
 def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int) -> Rows:

@@ -23,8 +23,6 @@ MOST_KEPT = 16
 
 @dataclass(frozen=True)
 class BlockState:
-    """The state under a block."""
-
     num_tokens: int  # leading tokens of the sequence that it covers
     state: SequenceState
     is_last: bool = True  # a sequence continues from it

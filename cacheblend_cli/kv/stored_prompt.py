@@ -71,10 +71,6 @@ class StoredPrompt:
         return cls(decoder, source, sequence, manifests, spans, plan.num_tokens)
 
     @property
-    def num_layers(self) -> int:
-        return self.decoder.spec.num_kv_layers
-
-    @property
     def num_bytes(self) -> int:
         """Stored bytes of all layers."""
         return sum(
@@ -85,18 +81,16 @@ class StoredPrompt:
         )
 
     def rows(self, spans: Sequence[StoredSpan]) -> BatchRows:
-        """Return the rows of the spans, one span after another; created on the current stream."""
-        return rows_of_spans(self.decoder, self.sequence, spans, self.rope_len)
+        """Return the rows of spans of one codec, one after another; created on the current stream."""
+        slots = slots_of(self.decoder, self.sequence, spans, self.rope_len)
+        return BatchRows(slots, row_chunks_of(spans, self.decoder.device))
 
-    def place(self, layer: int, codec: str, tensors: Mapping[str, Tensor], rows: BatchRows) -> None:
-        """Write stored rows to their slots of a layer. tensors: see `KVBatch.tensors`."""
+    def place(self, layer: int, batch: KVBatch, rows: BatchRows, staged: Tensor) -> None:
+        """Write a batch's rows to their slots of a layer. staged: the batch's buffer, uint8 on the pool's device."""
         cache, part = self.sequence.pool.layers[layer], self.decoder.part
-        tensors = {name: part.own_heads(tensor, layer) for name, tensor in tensors.items()}
-        stored = stored_kv(codec, tensors, rows.chunks, cache.k.shape[-1], cache.v.shape[-1])
+        tensors = {name: part.own_heads(tensor, layer) for name, tensor in batch.tensors(staged).items()}
+        stored = stored_kv(batch.spans[0].codec, tensors, rows.chunks, cache.k.shape[-1], cache.v.shape[-1])
         self.decoder.kernels.load_kv(stored, cache, rows.slots[self.decoder.rope.of_layer[layer]])
-
-    def bad(self, index: int, error: StoreError) -> BadChunk:
-        return BadChunk(self.manifests[index].key, error.message)
 
 
 def stored_kv(codec: str, tensors: Mapping[str, Tensor], row_chunks: Tensor | None, *dims: int) -> StoredKV:
@@ -105,11 +99,6 @@ def stored_kv(codec: str, tensors: Mapping[str, Tensor], row_chunks: Tensor | No
         return StoredKV(**tensors, row_chunks=row_chunks)
     k_levels, v_levels = (level_table(bits, tensors["k"].device) for bits in bits_of(codec, *dims))
     return StoredKV(**tensors, k_levels=k_levels, v_levels=v_levels, row_chunks=row_chunks)
-
-
-def rows_of_spans(decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int) -> BatchRows:
-    """Return the rows of spans of one codec in a sequence."""
-    return BatchRows(_slots_of(decoder, sequence, spans, rope_len), row_chunks_of(spans, decoder.device))
 
 
 def row_chunks_of(spans: Sequence[StoredSpan], device: torch.device) -> Tensor | None:
@@ -121,7 +110,7 @@ def row_chunks_of(spans: Sequence[StoredSpan], device: torch.device) -> Tensor |
     return upload(torch.repeat_interleave(torch.arange(len(spans)), counts), device, torch.int32)
 
 
-def _slots_of(
+def slots_of(
     decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int
 ) -> tuple[Slots, ...]:
     """Return the slots of the spans' rows for each RoPE. For one contiguous run, cos and sin are views of its
