@@ -7,7 +7,6 @@ positions and lengths advance on the device, so a replay needs nothing from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from cacheblend_kernels import AttentionMetadata
@@ -27,20 +26,6 @@ CaptureGraph = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a function over static tensors, and returns one that repeats it."""
 
 
-class DecodeRunner(Protocol):
-    """Decodes a batch: `begin` once or before each token, then `step` for each token of every sequence."""
-
-    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
-        """Set the batch: sequences with kv_lens tokens, which grow by up to `headroom`. Raises DeviceError if the pool
-        is too small."""
-        ...
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Compute tokens, [num_seqs] int64 on the device. Returns logits, fp32 [num_seqs, vocab_size], valid until the
-        next step."""
-        ...
-
-
 class EagerRunner:
     """Launches every kernel from Python. steps: of its passes, None for the default.
 
@@ -57,10 +42,14 @@ class EagerRunner:
         self._kv_lens: list[int] = []
 
     def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
+        """Set the batch, once or before each token: sequences with kv_lens tokens, which grow by up to `headroom`.
+        Raises DeviceError if the pool is too small."""
         self._sequences, self._kv_lens = list(sequences), list(kv_lens)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
+        """Compute tokens, [num_seqs] int64 on the device. Returns logits, fp32 [num_seqs, vocab_size], valid until the
+        next step."""
         rows, count = next_rows(self._decoder, self._sequences, self._kv_lens), len(tokens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
         missing = -count % self._decoder.steady_rows
@@ -117,6 +106,9 @@ class GraphRunner:
         return self._graphs[key]
 
 
+DecodeRunner = EagerRunner | GraphRunner
+
+
 class DecodeGraph:
     """One captured step over static tensors of num_seqs rows. `replay()` computes logits from tokens, and advances by
     one token.
@@ -150,27 +142,21 @@ class DecodeGraph:
     def fill(self, blocks: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
         """Set the batch: sequences with these blocks and kv_lens tokens. The next step is at position kv_len of each.
         Uploads only changes."""
-        if self._host_blocks != [list(own) for own in blocks]:
-            self._fill_table(blocks)
+        held, device = [list(own) for own in blocks], self.tokens.device
+        if self._host_blocks != held:
+            table = torch.full(self._block_table.shape, self._spare, dtype=torch.int32)
+            for i, own in enumerate(held):
+                count = min(len(own), table.shape[1])
+                table[i, :count] = torch.tensor(own[:count], dtype=torch.int32)
+            self._block_table.copy_(upload(table, device, torch.int32))
+            self._host_blocks = held
         if self._host_lens != list(kv_lens):
-            self._fill_lens(kv_lens)
-
-    def _fill_table(self, blocks: Sequence[Sequence[int]]) -> None:
-        num_seqs, max_blocks = self._block_table.shape
-        table = torch.full((num_seqs, max_blocks), self._spare, dtype=torch.int32)
-        for i, own in enumerate(blocks):
-            count = min(len(own), max_blocks)
-            table[i, :count] = torch.tensor(own[:count], dtype=torch.int32)
-        self._block_table.copy_(upload(table, self.tokens.device, torch.int32))
-        self._host_blocks = [list(own) for own in blocks]
-
-    def _fill_lens(self, kv_lens: Sequence[int]) -> None:
-        idle = [0] * (len(self.tokens) - len(kv_lens))
-        positions = upload([*kv_lens, *idle], self.tokens.device)
-        self._positions.copy_(positions)
-        self._kv_lens.copy_(positions + 1)
-        self._live.copy_(upload([*(1 for _ in kv_lens), *idle], self.tokens.device, torch.int32))
-        self._host_lens = list(kv_lens)
+            idle = [0] * (len(self.tokens) - len(kv_lens))
+            positions = upload([*kv_lens, *idle], device)
+            self._positions.copy_(positions)
+            self._kv_lens.copy_(positions + 1)
+            self._live.copy_(upload([*(1 for _ in kv_lens), *idle], device, torch.int32))
+            self._host_lens = list(kv_lens)
 
     def _run(self) -> None:
         positions, size = self._positions, self._pool.block_size

@@ -70,8 +70,6 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A KV pool and its decode runner."""
-
     pool: KVPool
     runner: DecodeRunner
     profile: MemoryProfile | None = None  # of a GPU

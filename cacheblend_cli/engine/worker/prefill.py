@@ -109,8 +109,6 @@ class PrefillInput:
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """Result of a prefill step."""
-
     num_filled: int  # leading positions whose KV is final
     loader: KVLoader  # figures of loading, final once the prompt is done
     time: DeviceTime  # of all steps so far

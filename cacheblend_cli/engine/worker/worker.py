@@ -63,8 +63,6 @@ class DecodeInput:
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """Result of a decode step."""
-
     logits: Tensor  # fp32 [num_rows, vocab_size], valid until the next step
     attention: list[Tensor | None]  # [kv_len + 1] fp32 of the newest token, summed over observed layers, or None
 
@@ -118,7 +116,6 @@ class Worker(BlockSpace):
 
     @torch.inference_mode()
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole blocks of every layer. None is in both."""
         self._pool.copy_blocks(source, target)
 
     @torch.inference_mode()
