@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -19,8 +20,7 @@ class LoadQueue:
     """
 
     def __init__(self, num_layers: int, num_parts: int) -> None:
-        self._num_layers, self._num_parts = num_layers, num_parts
-        self._taken = 0
+        self._parts = product(range(num_layers), range(num_parts))  # to be taken
         self._missing = [num_parts] * num_layers
         self._left: list[Callable[[], None]] = []
         self._stopped = False
@@ -30,10 +30,7 @@ class LoadQueue:
     def take(self) -> tuple[int, int] | None:
         """Return the next (layer, part), or None when nothing is left to do."""
         with self._changed:
-            if self._stopped or self._taken == self._num_layers * self._num_parts:
-                return None
-            self._taken += 1
-            return divmod(self._taken - 1, self._num_parts)
+            return None if self._stopped else next(self._parts, None)
 
     def arrived(self, layer: int, rest: Callable[[], None] | None = None) -> None:
         """Record that one more part of the layer is loaded, except for `rest`, which the computing thread runs."""
