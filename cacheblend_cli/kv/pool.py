@@ -17,8 +17,10 @@ from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from cacheblend_cli.kv.states import BlockStates
+    from cacheblend_cli.kv.states import BlockState, BlockStates
     from cacheblend_cli.model.states import StateLayout
+
+    Swapped = tuple[list[Tensor], dict[int, BlockState]]
 
 
 class KVPool(BlockSpace):
@@ -100,17 +102,20 @@ class KVPool(BlockSpace):
         if self.states is not None:
             self.states.copy(source, target)
 
-    def swap_out(self, blocks: Sequence[int]) -> list[Tensor]:
+    def swap_out(self, blocks: Sequence[int]) -> Swapped:
         """Return copies of the blocks on the host: K and V of every layer, each [num_blocks, block_size, num_kv_heads,
-        head_dim]. They are queued on the compute stream, before later writes to the blocks."""
+        head_dim], and the states there. They are queued on the compute stream, before later writes to the blocks."""
         index = upload(blocks, self.device)
-        return [to_host(held.index_select(0, index)) for held in self.raw]
+        parts = [to_host(held.index_select(0, index)) for held in self.raw]
+        return parts, {} if self.states is None else self.states.take_out(blocks)
 
-    def swap_in(self, blocks: Sequence[int], parts: Sequence[Tensor]) -> None:
+    def swap_in(self, blocks: Sequence[int], swapped: Swapped) -> None:
         """Write swapped-out KV into the same number of blocks."""
         index = upload(blocks, self.device)
-        for held, part in zip(self.raw, parts, strict=True):
+        for held, part in zip(self.raw, swapped[0], strict=True):
             held.index_copy_(0, index, part.to(self.device, non_blocking=True))
+        if self.states is not None:
+            self.states.put_back(blocks, swapped[1], self.device)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """Return a sequence with room for num_tokens. Raises DeviceError, naming what fits, when the pool is too

@@ -41,7 +41,7 @@ class Held:
     marks: list[float]
     origin: KVProvenance
     paged: BlockTable | None
-    swapped: list[torch.Tensor] | None = None
+    swapped: tuple[list[torch.Tensor], dict[int, object]] | None = None
     num_freed_blocks: int = 0
 
 
@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
-        num_swapped = len(held.swapped[0])
+        num_swapped = len(held.swapped[0][0])
         if self.blocks.can_swap_in(len(held.ids), held.num_freed_blocks, num_swapped):
             own = self.pool.allocator.allocate(num_swapped)
             self.pool.swap_in(own, held.swapped)

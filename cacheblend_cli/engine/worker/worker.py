@@ -26,7 +26,7 @@ from cacheblend_cli.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from cacheblend_cli.kv.export import KVReader
-    from cacheblend_cli.kv.states import BlockState
+    from cacheblend_cli.kv.pool import Swapped
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class Worker(BlockSpace):
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
         self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
         self._prefills: dict[int, PrefillState] = {}
-        self._swapped: dict[int, list[Tensor]] = {}
-        self._swapped_states: dict[int, dict[int, BlockState]] = {}  # of hybrids
+        self._swapped: dict[int, Swapped] = {}
 
     def has_state(self, block: int, num_tokens: int) -> bool:
         return self._pool.states is not None and self._pool.states.has(block, num_tokens)
@@ -122,20 +121,15 @@ class Worker(BlockSpace):
     def swap_out(self, number: int, blocks: Sequence[int]) -> None:
         """Copy the blocks' KV to the host, under that number."""
         self._swapped[number] = self._pool.swap_out(blocks)
-        if self._pool.states is not None:
-            self._swapped_states[number] = self._pool.states.take_out(blocks)
 
     @torch.inference_mode()
     def swap_in(self, number: int, blocks: Sequence[int]) -> None:
         """Move the KV kept under the number back, into as many blocks."""
         self._pool.swap_in(blocks, self._swapped.pop(number))
-        if self._pool.states is not None:
-            self._pool.states.put_back(blocks, self._swapped_states.pop(number), self._decoder.device)
 
     def forget(self, number: int) -> None:
         """Drop the KV kept under the number, if there is any."""
         self._swapped.pop(number, None)
-        self._swapped_states.pop(number, None)
 
     def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         """Return a reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
