@@ -49,7 +49,8 @@ class DraftAttention:
         decoder, sequence, at = prompt.decoder, prompt.sequence, prompt.plan.num_tokens
         hidden = finish(run_fresh(prompt, Look(prompt, frozenset(), candidates)))
         look = Look(prompt, layers, candidates)
-        for position in range(at, at + min(self.num_tokens, sequence.capacity - at)):
+        capacity = len(sequence.blocks) * sequence.pool.block_size
+        for position in range(at, at + min(self.num_tokens, capacity - at)):
             assert hidden is not None
             token = hidden.logits(decoder, slice(-1, None)).argmax(-1)
             where = torch.tensor([position], device=decoder.device)

@@ -46,10 +46,6 @@ class BlockTable:
         """Blocks it holds a reference to."""
         return self.blocks[self.num_freed_blocks :]
 
-    @property
-    def capacity(self) -> int:
-        return len(self.blocks) * self._space.block_size
-
     def ensure(self, num_tokens: int) -> None:
         """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
         missing = self._space.blocks_for(num_tokens) - len(self.blocks)

@@ -54,7 +54,7 @@ class Steps:
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         """Return the rows of this layer. Called when the layer begins; may wait for the layer's stored KV."""
-        return _EVERY_ROW
+        return LayerStep()
 
     def fresh(self, fresh: FreshKV) -> None:
         """Called when K and V are computed; the pool still holds the old values. Not called in a layer that uses
@@ -71,9 +71,6 @@ class Steps:
 
     def attended(self, layer: DecoderLayer, output: Tensor) -> None:
         """Called after attention. output: before o_proj, [num_rows, num_heads, head_dim]."""
-
-
-_EVERY_ROW = LayerStep()
 
 
 class KVOnly(Steps):

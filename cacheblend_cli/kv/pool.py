@@ -185,7 +185,7 @@ class SequenceView(PagedSequence):
     """Non-owning view of blocks. The owner grows and frees them, and never shares a block that is written to."""
 
     def ensure(self, num_tokens: int) -> None:
-        assert num_tokens <= self.capacity
+        assert self.pool.blocks_for(num_tokens) <= len(self.blocks)
 
     def make_writable(self, start: int, end: int) -> None:
         return

@@ -14,8 +14,7 @@ from cacheblend_store.format.blobs import BlobSpec, blob_size, blob_spec, state_
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.prompt.template import PromptTemplate, split_template
-from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
     import torch
@@ -84,13 +83,6 @@ class Collection:
         """Return the collections with KV that this model computed in another dtype: it is close enough to use."""
         own = self.model.fingerprint
         return [replace(self, computed_in=name) for name, there in self.model.fingerprints.items() if there != own]
-
-    def on(self, day: date) -> Collection:
-        return replace(self, template=self.template.on(day))
-
-    def worded(self, wording: Wording) -> Collection:
-        """Return the collection with another wording. Raises UsageError if the chat template cannot render it."""
-        return replace(self, template=split_template(self.model.tokenizer, wording, self.day))
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:

@@ -54,9 +54,6 @@ class PromptTemplate:
         closed = self._ending.endswith(tags.close)
         return self.opens_reasoning or (any(map(knows, (tags.open, tags.close, CHANNEL))) and not closed)
 
-    def on(self, day: date) -> PromptTemplate:
-        return split_template(self.tokenizer, self.wording, day)
-
     def suffix_ids(self, question: str, history: Sequence[str] = ()) -> tuple[int, ...]:
         """Return the ids after the chunks: the question inside the template. Control tokens in the question stay plain
         text.
