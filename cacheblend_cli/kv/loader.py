@@ -171,13 +171,11 @@ class StoredLoader(KVLoader):
     def _copies(self, reader: ChunkReader, batch: dict[tuple[int, ...], KVBatch]) -> dict[tuple[int, ...], Copy]:
         """Return the functions that copy a batch, by the shape of a layer, except where a chunk's place cannot be read.
         Built beforehand by the computing thread, because the look-ups of workers would block it on the GIL."""
-        layers: dict[tuple[int, ...], list[int]] = {}
-        for layer, shape in enumerate(self._shapes):
-            layers.setdefault(shape, []).append(layer)
         copies = dict[tuple[int, ...], Copy]()
         for shape, of_shape in batch.items():
+            layers = [layer for layer, other in enumerate(self._shapes) if other == shape]
             with suppress(StoreError):  # of a chunk that `_copy` finds
-                copies[shape] = reader.copies(self._manifests(of_shape), layers[shape], of_shape.places)
+                copies[shape] = reader.copies(self._manifests(of_shape), layers, of_shape.places)
         return copies
 
     def _manifests(self, batch: KVBatch) -> Sequence[ChunkManifest]:

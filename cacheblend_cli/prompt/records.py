@@ -79,9 +79,7 @@ def keep_record(store: ChunkStore, collection: Collection) -> None:
 
 
 def kept_day(store: ChunkStore, collection: Collection) -> date | None:
-    """Return the date of the latest collection of the model and salt. None without one, or without a date."""
-    if collection.day is None:
-        return None
+    """Return the date of the latest collection of the model and salt, None without one."""
     return _latest_day(kept_records(store).values(), CollectionRecord.of(collection))
 
 

@@ -24,7 +24,6 @@ class Grammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._mask = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
-        self._bits: Tensor | None = None  # 0 to 31, on the device
 
     @property
     def complete(self) -> bool:
@@ -33,9 +32,8 @@ class Grammar:
     def allowed(self, logits: Tensor) -> Tensor:
         """Return fp32 logits [vocab_size] with -inf for tokens that may not come next."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * 4)
-        if self._bits is None:
-            self._bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        bits = (upload(self._mask, logits.device, torch.int32)[:, None] >> self._bits) & 1
+        places = torch.arange(32, dtype=torch.int32, device=logits.device)
+        bits = (upload(self._mask, logits.device, torch.int32)[:, None] >> places) & 1
         allowed = bits.flatten()[: logits.shape[0]].bool()
         return logits.masked_fill(~allowed, float("-inf"))
 
