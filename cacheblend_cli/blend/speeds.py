@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +40,30 @@ MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 """Measurement of a correction: rows, rows per chunk, and the step between recomputed rows."""
 
 
-@dataclass(frozen=True)
-class SpeedFile:
-    """Speeds of a model on one machine, device, number of threads and KV dtype, as a JSON file."""
+def speed_file(model: LoadedModel, codec: str) -> Path:
+    """Return the path of the speeds of a model on this machine, device, number of threads and KV dtype, in JSON."""
+    decoder = model.decoder
+    device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]
+    if decoder.device.type == "cuda":
+        device.append(torch.cuda.get_device_name(decoder.device))
+    pool = "auto" if decoder.kv_scales is None else "float8"
+    identity = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
+    return user_cache.place("speeds", *identity)
 
-    path: Path
 
-    @classmethod
-    def of(cls, model: LoadedModel, codec: str) -> SpeedFile:
-        decoder = model.decoder
-        device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]
-        if decoder.device.type == "cuda":
-            device.append(torch.cuda.get_device_name(decoder.device))
-        pool = "auto" if decoder.kv_scales is None else "float8"
-        identity = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
-        return cls(user_cache.place("speeds", *identity))
+def read_speeds(file: Path) -> Speeds | None:
+    """Return the speeds, None if the file is missing or invalid."""
+    try:
+        speeds = msgspec.json.decode(user_cache.recall(file), type=Speeds)
+    except msgspec.MsgspecError:
+        return None
+    valid = min(vars(speeds).values()) >= 0 and speeds.row_s > 0 and speeds.bytes_per_s > 0
+    return speeds if valid else None
 
-    def read(self) -> Speeds | None:
-        """Return the speeds, None if the file is missing or invalid."""
-        try:
-            speeds = msgspec.json.decode(user_cache.recall(self.path), type=Speeds)
-        except msgspec.MsgspecError:
-            return None
-        valid = min(vars(speeds).values()) >= 0 and speeds.row_s > 0 and speeds.bytes_per_s > 0
-        return speeds if valid else None
 
-    def write(self, speeds: Speeds) -> None:
-        finite = {name: value for name, value in vars(speeds).items() if math.isfinite(value)}  # JSON has no infinity
-        user_cache.keep(self.path, json.dumps(finite))
+def write_speeds(file: Path, speeds: Speeds) -> None:
+    finite = {name: value for name, value in vars(speeds).items() if math.isfinite(value)}  # JSON has no infinity
+    user_cache.keep(file, json.dumps(finite))
 
 
 def kv_share(spec: ModelSpec) -> float:

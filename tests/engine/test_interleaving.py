@@ -135,7 +135,7 @@ def test_a_chunk_that_turns_bad_during_the_pause_is_computed(stored: StoredEngin
 
 def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     stored.engine.runtime.controllers.clear()
-    monkeypatch.setattr("cacheblend_cli.blend.speeds.SpeedFile.read", lambda file: None)
+    monkeypatch.setattr("cacheblend_cli.engine.features.auto_ratio.read_speeds", lambda file: None)
     driver = CoreDriver(stored, LIMITS)
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=20))
     until_text(driver, streaming)

@@ -12,7 +12,7 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.blend.speeds import SpeedFile, fit, kv_share, measure_compute
+from cacheblend_cli.blend.speeds import fit, kv_share, measure_compute, read_speeds, speed_file, write_speeds
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -91,13 +91,13 @@ def test_the_workload_is_that_of_the_plan(tmp_path: Path, engine: Engine) -> Non
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    file = SpeedFile(tmp_path / "new" / "speeds" / "x.json")
-    assert file.read() is None
+    file = tmp_path / "new" / "speeds" / "x.json"
+    assert read_speeds(file) is None
     for speeds in (SPEEDS, replace(SPEEDS, bytes_per_s=math.inf)):
-        file.write(speeds)
-        assert file.read() == speeds
-        assert [p.name for p in file.path.parent.iterdir()] == ["x.json"]
-        json.loads(file.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        write_speeds(file, speeds)
+        assert read_speeds(file) == speeds
+        assert [p.name for p in file.parent.iterdir()] == ["x.json"]
+        json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 @pytest.mark.parametrize(
@@ -112,35 +112,35 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_makes_no_sense_is_none(tmp_path: Path, change: dict[str, object]) -> None:
-    file = SpeedFile(tmp_path / "x.json")
-    file.write(SPEEDS)
-    data = json.loads(file.path.read_text())
-    file.path.write_text(json.dumps(data))
-    assert file.read() == SPEEDS
-    file.path.write_text(json.dumps(data | change))
-    assert file.read() is None
+    file = tmp_path / "x.json"
+    write_speeds(file, SPEEDS)
+    data = json.loads(file.read_text())
+    file.write_text(json.dumps(data))
+    assert read_speeds(file) == SPEEDS
+    file.write_text(json.dumps(data | change))
+    assert read_speeds(file) is None
     for text in ("", "{", "[]", "null", json.dumps(data)[:-9]):
-        file.path.write_text(text)
-        assert file.read() is None
-    file.path.write_bytes(b"\xff\xfe")
-    assert file.read() is None
+        file.write_text(text)
+        assert read_speeds(file) is None
+    file.write_bytes(b"\xff\xfe")
+    assert read_speeds(file) is None
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    file = SpeedFile(tmp_path / "file" / "x.json")
-    file.write(SPEEDS)
-    assert file.read() is None
+    file = tmp_path / "file" / "x.json"
+    write_speeds(file, SPEEDS)
+    assert read_speeds(file) is None
 
 
 def test_other_circumstances_are_another_file(engine: Engine) -> None:
-    here = SpeedFile.of(engine.model, "float32").path
-    assert SpeedFile.of(engine.model, "float32").path == here
-    assert SpeedFile.of(engine.model, "int8").path != here
-    assert SpeedFile.of(replace(engine.model, fingerprint="other"), "float32").path != here
+    here = speed_file(engine.model, "float32")
+    assert speed_file(engine.model, "float32") == here
+    assert speed_file(engine.model, "int8") != here
+    assert speed_file(replace(engine.model, fingerprint="other"), "float32") != here
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert SpeedFile.of(engine.model, "float32").path != here
+        assert speed_file(engine.model, "float32") != here
     finally:
         torch.set_num_threads(threads)

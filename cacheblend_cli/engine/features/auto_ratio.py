@@ -12,7 +12,7 @@ from typing import Any
 
 from cacheblend_cli.blend.cost import at_ratio, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
-from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
+from cacheblend_cli.blend.speeds import kv_share, measure_compute, read_speeds, speed_file, write_speeds
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.events import OnEvent
@@ -75,8 +75,8 @@ class Controller:
     blended prompts."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
-        self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
-        self._speeds = self._file.read()
+        self._runtime, self._file = runtime, speed_file(runtime.model, codec)
+        self._speeds = read_speeds(self._file)
 
     def decide(self, request: Request) -> tuple[Request, AutoReport]:
         """Return the request at the largest ratio that loading hides, at least request.blend.ratio, or as a full
@@ -138,7 +138,7 @@ class Controller:
 
     def _keep(self, speeds: Speeds) -> Speeds:
         self._speeds = speeds
-        self._file.write(speeds)
+        write_speeds(self._file, speeds)
         return speeds
 
 

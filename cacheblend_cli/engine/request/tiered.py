@@ -12,7 +12,7 @@ from cacheblend_store.tier.shared import SharedTier
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.blend.cost import estimate_full
-from cacheblend_cli.blend.speeds import SpeedFile, kv_share
+from cacheblend_cli.blend.speeds import kv_share, read_speeds, speed_file
 from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -62,7 +62,7 @@ def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
 
 def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
     """Estimate the seconds of a full prefill from this machine's measured speeds, or else for the fastest device."""
-    speeds = SpeedFile.of(prompts.model, codec).read()
+    speeds = read_speeds(speed_file(prompts.model, codec))
     if speeds is None:
         fastest = _FASTEST.get(prompts.model.decoder.device.type, _FASTEST["cuda"])
         return 2.0 * prompts.model.decoder.num_parameters * num_tokens / fastest
