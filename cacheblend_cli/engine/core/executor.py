@@ -134,4 +134,4 @@ class Executor:
             tables += [TableInput.of(paged)] * num_rows
             watched += [sequence.watches(place) for place in range(kv_len, kv_len + num_rows)]
         given = DecodeInput(tuple(token_ids), tuple(kv_lens), tuple(tables), tuple(watched))
-        return self._worker.decode(given, tokens_of(pending) if pending else None)
+        return self._worker.decode(given, *([tokens_of(pending)] if pending else []))
