@@ -191,7 +191,7 @@ class Engine(Documents):
 
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
         """Return the answer. about: as for `request`. Raises NotFoundError, UsageError, StoreErrors and DeviceError."""
-        return self.service.ask(self._resolved_request(self._asked(question, about))).result()
+        return self._queue(self._asked(question, about)).result()
 
     def prefill(self, question: str | AskRequest, **about: Any) -> PrefilledPrompt:
         """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`;
@@ -240,7 +240,7 @@ class Engine(Documents):
         left = threading.Event()
 
         def submit() -> Future[Answer]:
-            future = self.service.ask(self._resolved_request(self._asked(question, about)))
+            future = self._queue(self._asked(question, about))
             if left.is_set():
                 future.cancel()
             return future
@@ -289,6 +289,10 @@ class Engine(Documents):
     def _resolved_request(self, ask: AskRequest) -> Request:
         self._started()
         return self.resolve(self._store, ask)
+
+    def _queue(self, ask: AskRequest) -> Future[Answer]:
+        request = self._resolved_request(ask)  # starts the engine's thread, if it was closed
+        return self.service.ask(request)
 
 
 def drawn_outside(token_id: int) -> Draw:
