@@ -229,9 +229,12 @@ class KernelBackend(ABC):
 
         q: [num_rows, num_heads, nope_dim + rope_dim], the last rope_dim channels rotated. cache.k: position keys
         (rotated), one head of rope_dim; cache.v: latents, one head of rank. Returns [num_rows, num_heads, v_dim] in q's
-        dtype. Only of a backend that `has_latent_attention`.
+        dtype. Raises KernelError unless the backend `has_latent_attention`.
         """
-        raise NotImplementedError
+        raise KernelError(
+            f"the {self.name} backend has no attention over latents (MLA): its kernels take K and V of one width",
+            "use --attention-backend torch",
+        )
 
     @abstractmethod
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
@@ -265,7 +268,7 @@ class KernelBackend(ABC):
         q: [num_rows, num_heads, head_dim], rotated; positions: [num_rows] int64, sorted. Only of a backend that
         `has_attention_peaks`.
         """
-        raise NotImplementedError
+        raise KernelError(f"the {self.name} backend has no kernel for attention peaks", "see has_attention_peaks")
 
     def correct_stale(
         self, k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, rotation: tuple[Tensor, Tensor],
@@ -278,7 +281,7 @@ class KernelBackend(ABC):
         [num_rows, head_dim] fp32 of `rows`. damped: a V smaller than its chunk's mean moves less. Only of a backend
         that `has_correction`.
         """
-        raise NotImplementedError
+        raise KernelError(f"the {self.name} backend has no kernel for the correction", "see has_correction")
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -354,14 +354,14 @@ def _correction() -> Iterator[KernelVariant]:
     for dtype, head_dim, fp8 in product(SIZES, HEAD_DIMS, (False, True)):
         if (fp8 and dtype != "bf16") or (head_dim != 128 and (fp8 or dtype != "bf16")):
             continue
-        rows, known, channels = correction.tiles_of(head_dim, SIZES[dtype])
+        tiles = correction.tiles_of(head_dim, SIZES[dtype])
         pool = {"k_ptr": "*u8", "v_ptr": "*u8"} if fp8 else {}
         plain = {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
         of_head = {"NUM_KV_HEADS": NUM_KV_HEADS, "HEAD_DIM": head_dim, "BLOCK_HALF": max(16, padded(head_dim // 2))}
         width, heads = NUM_KV_HEADS * head_dim, {"BLOCK_HEADS": padded(NUM_KV_HEADS)}
         out, block = {"out_ptr": "*fp32"}, correction.BLOCK
         kernels: list[tuple[str, Any, dict[str, Any], dict[str, str], int]] = [
-            ("chunk_spread", covariance.chunk_spread_kernel, {**of_head, **plain, "BLOCK_ROWS": rows}, pool, 8),
+            ("chunk_spread", covariance.chunk_spread_kernel, {**of_head, **plain, "BLOCK_ROWS": tiles.spread}, pool, 8),
             (
                 "standardise",
                 covariance.standardise_kernel,
@@ -374,7 +374,7 @@ def _correction() -> Iterator[KernelVariant]:
                 (
                     f"move_stale{' damped' * damped}",
                     correction.move_stale_kernel,
-                    {**of_head, **plain, "BLOCK_M": known, "BLOCK_N": rows, "DAMPED": damped},
+                    {**of_head, **plain, "BLOCK_M": tiles.known, "BLOCK_N": tiles.moved, "DAMPED": damped},
                     pool,
                     4,
                 )
@@ -386,7 +386,7 @@ def _correction() -> Iterator[KernelVariant]:
                 (
                     "covariance",
                     covariance.covariance_kernel,
-                    {"WIDTH": 2 * width, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_K": channels},
+                    {"WIDTH": 2 * width, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_K": tiles.channels},
                     out,
                     4,
                 ),
