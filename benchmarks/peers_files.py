@@ -45,7 +45,7 @@ REAL = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache/cacheblend-re
 DOWNLOADED = ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
 SHAPE_7B = "shape7b-q4_k_m.gguf"
 QUESTION = "Which clients did team 3 bill, and in which weeks?"
-SETTINGS = {"CACHEBLEND_DECODE_WITH": "torch", "CACHEBLEND_SPECULATE": "off"}  # a token a step, as the others
+SETTINGS = {"CACHEBLEND_SPECULATE": "off"}  # a token a step, as the others
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 COLUMNS = {
     "CPU until loaded, s": "load_cpu_s",

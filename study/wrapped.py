@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -80,11 +81,9 @@ class WrappedChunks(SampleChunks):
         num_header, num_trailer = wrappers.num_tokens
         dtype = engine.model.decoder.dtype
         ids = tuple(range(first, first + num_header + num_trailer))
-        self._header, self._trailer = ids[:num_header], ids[num_header:]
+        self._engine, self._header, plain = engine, ids[:num_header], self._encode
+        self._encode = cache(lambda text: (*self._header, *plain(text), *ids[num_header:]))
         self._header_kv = wrappers.header.detach().to(dtype) if wrappers.is_deep else None
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return (*self._header, *super()._encode(text), *self._trailer)
 
     def store(self, samples: Iterable[Sample], contexts: Sequence[str]) -> int:
         """Collect and store missing chunks; a deep header's K and V are the trained ones."""

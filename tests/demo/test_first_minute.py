@@ -26,7 +26,6 @@ def test_the_first_question_is_answered_right_blended_and_in_full(
     monkeypatch.setenv("CACHEBLEND_MODEL", SMOLLM2)
     monkeypatch.setenv("CACHEBLEND_DTYPE", dtype)
     monkeypatch.setenv("CACHEBLEND_SEARCH", "auto")
-    monkeypatch.setenv("CACHEBLEND_DECODE_WITH", "torch")  # the README installs no llama.cpp
     section = README.read_text(encoding="utf-8").partition("## The first minute")[2].partition("\n## ")[0]
     commands = re.findall(r"^    cacheblend (.+)$", section, re.MULTILINE)
     assert commands == ["demo --write office", "precompute office", f'ask "{QUESTION}" -k 2']
