@@ -61,7 +61,20 @@ def loaded(name: str) -> Any:
         code = ctypes.CDLL(found.origin)
         if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
             return None
-    except (OSError, ValueError):  # built for another machine, or another version
+        for function in (
+            "rms_norm",
+            "silu_and_mul",
+            "prefill_product",
+            "decode_attention",
+            "prefill_attention",
+            "rope_and_cache",
+            "load_codes",
+            "decode_product",
+            "restore_rows",
+            "guard_mapping",
+        ):
+            getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
+    except (OSError, AttributeError, ValueError):  # built for another machine, or another version
         return None
     return code
 
