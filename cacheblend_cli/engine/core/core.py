@@ -12,7 +12,7 @@ from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.executor import Executor
 from cacheblend_cli.engine.core.hooks import Feature
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
-from cacheblend_cli.engine.core.scheduler import Scheduler, Speculation
+from cacheblend_cli.engine.core.scheduler import Proposer, Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
 from cacheblend_cli.engine.runtime import Runtime
@@ -30,7 +30,7 @@ class Features:
     """What a core runs for features: their hooks, in order, and what proposes tokens."""
 
     hooks: tuple[Feature, ...] = ()
-    speculation: Callable[[Runtime], Speculation | None] = lambda runtime: None
+    speculation: Callable[[Runtime], Proposer | None] = lambda runtime: None
 
 
 class EngineCore:

@@ -57,7 +57,7 @@ class Step:
         return len(self.decode) + sum(map(len, self.drafts.values()))
 
 
-class Speculation(Protocol):
+class Proposer(Protocol):
     """Proposes tokens, which a decode step computes, too."""
 
     def drafts(self, sequences: list[Sequence]) -> Drafts:
@@ -83,7 +83,7 @@ class Scheduler:
     launch_rows: int  # maximum rows of short prompts that share a step
     swap_blocks: int  # maximum blocks on the host
     counts: EngineStats
-    speculation: Speculation | None = None
+    speculation: Proposer | None = None
     states: list[RequestState] = field(default_factory=list)  # unfinished requests, in turn
     _step: Step = field(default_factory=Step)  # in preparation
     _prefilled: bool = False  # the last step prefilled
