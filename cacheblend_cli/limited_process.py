@@ -43,6 +43,11 @@ class ProcessEnded(Exception):
         """Return whether the CPU time was used up."""
         return self.status == -signal.SIGPROF
 
+    @property
+    def is_step_too_slow(self) -> bool:
+        """Return whether the CPU time of a `limited_step` was used up."""
+        return self.status == -signal.SIGVTALRM
+
 
 class LimitedProcess:
     """Another process that answers messages, one at a time.
@@ -244,6 +249,20 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextmanager
+def limited_step(seconds: float) -> Iterator[None]:
+    """Within `limits`, limit a step that normally takes far less CPU time, also inside C code: SIGVTALRM ends the
+    process. Elsewhere a step has no limit."""
+    if not any(signal.getitimer(signal.ITIMER_PROF)):
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def peak_mib() -> float:

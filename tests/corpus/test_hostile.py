@@ -56,6 +56,11 @@ def test_a_file_that_takes_too_long_is_given_up() -> None:
     assert refused(limited(seconds=0.5), "a.html", b"<div>" * 50_000).startswith("takes more than 0 s to convert")
 
 
+@pytest.mark.parametrize("page", [b"<p" + b"".join(b" a%d" % n for n in range(150_000)), b"<div>" * 150_000])
+def test_html_that_is_slow_to_parse_is_refused_long_before_the_limit(page: bytes, process: ConverterProcess) -> None:
+    assert refused(process, "a.html", page).startswith("its HTML takes too long to parse")
+
+
 def test_a_file_that_takes_too_much_memory_is_given_up() -> None:
     names = b",".join(b"n" * 200 + b"%d" % n for n in range(1000))
     wide = names + b"\n" + (b"1," * 1000 + b"\n") * 4000  # a gigabyte: each row tells the columns' names

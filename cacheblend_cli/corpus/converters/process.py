@@ -84,6 +84,9 @@ class ConverterProcess:
             return NoDocument(
                 f"takes more than {seconds:,.0f} s to convert; store its text instead", "too slow to convert"
             )
+        if ended.is_step_too_slow:
+            reason = "its HTML takes too long to parse: nested too deeply, or tags with too many attributes"
+            return NoDocument(f"{reason}; store its text instead", "too slow to convert")
         if ended.status == -signal.SIGABRT:  # a library ends the process when there is no memory for it
             return NoDocument("damaged, or needs too much memory to convert", "damaged or locked")
         return NoDocument(f"its converter crashed ({ended}); store its text instead", "damaged or locked")

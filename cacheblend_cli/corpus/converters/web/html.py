@@ -17,6 +17,7 @@ from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.web.markdown import markdown_of
 from cacheblend_cli.corpus.layout import Converted, TextLayout
+from cacheblend_cli.limited_process import MIB, limited_step
 
 _NOT_TEXT = [
     "script", "style", "noscript", "template", "svg", "canvas", "iframe", "object", "video", "audio", "nav", "aside", "dialog", "menu",
@@ -28,6 +29,8 @@ _AROUND = (
 )
 _MAIN = "main, [role=main], article"
 _ENOUGH = 0.3  # minimum share of the page's text in a main part
+_PARSER_S, _PARSER_S_PER_MIB = 2.0, 1.0
+"""CPU time of the parser. It takes .02 s per MiB, but the square of the size for hostile nesting and attributes."""
 _VOID = frozenset("area base br col embed hr img input link meta param source track wbr".split())
 _SELF_CLOSING = re.compile(r"<([A-Za-z][\w:-]*)(\s[^<>]*)?/>")
 _XHTML = re.compile(r"""\s*<\?xml\s|[^<]*(?:<![^<>]*>[^<]*)?<html\s[^<>]*xmlns\s*=""", re.IGNORECASE)
@@ -45,7 +48,9 @@ def html_text(page: str, *, xhtml: bool = False) -> Converted:
     """
     from selectolax.lexbor import LexborHTMLParser
 
-    tree = LexborHTMLParser(_closed(page) if xhtml or _XHTML.match(page) else page)
+    page = _closed(page) if xhtml or _XHTML.match(page) else page
+    with limited_step(_PARSER_S + _PARSER_S_PER_MIB * len(page) / MIB):
+        tree = LexborHTMLParser(page)
     body = tree.body
     if body is None:
         raise NoDocument("empty")
