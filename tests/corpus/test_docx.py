@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+
 import pytest
 from hostile import with_files
 from word_files import cell, in_list, list_level, numbering, paragraph, row, run, style, table, word
@@ -288,6 +291,90 @@ def test_pictures_are_their_descriptions() -> None:
     assert one(drawing("Two rising curves")) == "See [picture: Two rising curves]"
     assert one(drawing("A map. Description automatically generated with low confidence")) == "See [picture: A map.]"
     assert one(drawing("C:\\my pictures\\a.png")) == one(drawing("Logo")) == "See"
+
+
+STRIKE = "<w:strike/>"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (run("40 ", STRIKE) + run("euros", "<w:dstrike/>") + run(" 55 euros"), "~~40 euros~~ 55 euros"),
+        (run("a", '<w:strike w:val="0"/>') + run("b", '<w:rStyle w:val="Old"/>'), "a~~b~~"),
+        (run("c", '<w:rStyle w:val="Old"/><w:strike w:val="0"/>'), "c"),
+        (run("10", STRIKE) + run("6", STRIKE + RAISED), "~~10^6~~"),
+        (f'<w:hyperlink r:id="l1">{run("here", STRIKE)}</w:hyperlink>', "[~~here~~](https://forms.example/a)"),
+    ],
+)
+def test_struck_out_text_is_marked(content: str, text: str) -> None:
+    styles = f'<w:style w:styleId="Old"><w:rPr>{STRIKE}</w:rPr></w:style>'
+    assert related(paragraph(content), styles=styles) == text
+    by_style = paragraph("Fee 9.", "Old") + paragraph(run("Fee 8.", '<w:strike w:val="0"/>'), "Old")
+    assert text_of(by_style, styles=styles) == "~~Fee 9.~~\n\nFee 8."
+
+
+def related(body: str, more: dict[str, str] | None = None, **parts: str) -> str:
+    """Text of a document in which the relations of each part name an address: l1, l2, ..."""
+    data = word(body, **parts)
+    rels = '<Relationship Id="{}" Type="x/hyperlink" Target="https://forms.example/{}" TargetMode="External"/>'
+    own = {
+        f"word/_rels/{name}.xml.rels": f"<Relationships>{rels.format('l1', letter)}</Relationships>"
+        for name, letter in zip(parts, "bcd", strict=False)
+    }
+    main = "word/_rels/document.xml.rels"
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        of_main = archive.read(main).decode().replace("</Rel", rels.format("l1", "a") + "</Rel")
+    return from_docx(with_files(data, {main: of_main, **own, **(more or {})})).text.removesuffix("\n")
+
+
+def test_targets_of_links_are_kept() -> None:
+    link = f'<w:hyperlink r:id="l1">{run("he")}{run("re")}</w:hyperlink>'
+    inside = f'<w:hyperlink w:anchor="top">{run("up")}</w:hyperlink>'
+    field = BEGIN + code(' HYPERLINK "https://forms.example/sick" ') + SEPARATE + run("Sick note") + END
+    simple = f'<w:fldSimple w:instr="HYPERLINK mailto:a@b.example">{run("Mara")}</w:fldSimple>'
+    place = BEGIN + code(' HYPERLINK \\l "top" ') + SEPARATE + run("top") + END
+    assert related(paragraph(link + inside + place)) == "[here](https://forms.example/a)uptop"
+    assert related(paragraph(link.replace("r:id", 'w:anchor="x" r:id'))) == "[here](https://forms.example/a#x)"
+    assert text_of(paragraph(field + simple)) == "[Sick note](https://forms.example/sick)[Mara](a@b.example)"
+    note = paragraph('<w:r><w:footnoteReference w:id="1"/></w:r>' + link)
+    assert related(note, header=paragraph(link), footnotes=f'<w:footnote w:id="1">{paragraph(link)}</w:footnote>') == (
+        "Header: [here](https://forms.example/b)\n\n[^1][here](https://forms.example/a)\n\n[^1]: [here](https://forms.example/c)"
+    )
+
+
+def with_chunks(body: str, **chunks: tuple[str, str]) -> bytes:
+    """A document with parts in other formats. chunks: identifier -> media type and content."""
+    rels = "".join(f'<Relationship Id="{n}" Type="x/aFChunk" Target="{n}.dat"/>' for n in chunks)
+    types = "".join(f'<Override PartName="/word/{n}.dat" ContentType="{kind}"/>' for n, (kind, _) in chunks.items())
+    return with_files(
+        word(body),
+        {
+            "[Content_Types].xml": f'<Types><Default Extension="dat" ContentType="text/html"/>{types}</Types>',
+            "word/_rels/document.xml.rels": f"<Relationships>{rels}</Relationships>",
+            **{f"word/{name}.dat": content for name, (_, content) in chunks.items()},
+        },
+    )
+
+
+def test_documents_embedded_in_other_formats_stand_in_their_place() -> None:
+    page = "<html><body><h1>Warranty</h1><p>It lasts <s>24</s> 27 months.</p></body></html>"
+    mht = f"MIME-Version: 1.0\nContent-Type: multipart/related; boundary=b\n\n--b\nContent-Type: text/html\n\n{page}\n--b--\n"
+    body = "".join(f'<w:altChunk r:id="{name}"/>' for name in ("html", "mht", "mht", "rtf", "docx", "gone"))
+    found = from_docx(
+        with_chunks(
+            paragraph("Cover sheet.") + body + paragraph("End."),
+            html=("", page),
+            mht=("message/rfc822", mht.replace("27", "30")),
+            rtf=("application/rtf", r"{\rtf1 Signed.\par}"),
+            docx=("application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml", "PK"),
+        )
+    )
+    assert found.text == (
+        "Cover sheet.\n\n# Warranty\n\nIt lasts ~~24~~ 27 months.\n\n# Warranty\n\nIt lasts ~~24~~ 30 months.\n\nSigned.\n\nEnd.\n"
+    )
+    assert found.layout.omissions == ("2 embedded documents",)
+    alone = from_docx(with_chunks('<w:altChunk r:id="a"/>', a=("text/html", "<p>It lasts 27 months.")))
+    assert (alone.text, alone.layout.omissions) == ("It lasts 27 months.\n", ())
 
 
 def test_charts_and_embedded_files_are_said() -> None:

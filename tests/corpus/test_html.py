@@ -57,6 +57,56 @@ def test_superscripts_and_formulas_are_text(page: str, text: str) -> None:
     assert text_of(f"<p>{page}</p>") == text
 
 
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<p>Fee <s>40 euros</s> 55 euros.", "Fee ~~40 euros~~ 55 euros."),
+        ("<p>Deposit <del>100</del> <ins>150</ins>, <strike>late</strike>", "Deposit ~~100~~ 150, ~~late~~"),
+        ('<p><span style="color:red; TEXT-DECORATION: Line-Through">Fee 9.</span> None.', "~~Fee 9.~~ None."),
+        ("<p><s> 10<sup>6</sup> <b>km</b> </s>a<s>b</s><s>c</s>", "~~10^6 km~~ a~~bc~~"),
+        ("<p><s>~5 min<br>7</s><s> </s>", "~~\\~5 min~~\n~~7~~"),
+        ("<del><p>one</p><p>two <s>three</s></p></del>four", "~~one~~\n\n~~two three~~\n\nfour"),
+        ('<table><tr style="text-decoration:line-through"><td>a<td>b<tr><td>c<td>d</table>', "~~a~~ | ~~b~~\nc | d"),
+        ("<ul><li><s><input type=checkbox checked> old</s><li>new</ul><pre><s>x</s>\ny</pre>",
+         "- ~~[x] old~~\n- new\n\n```\n~~x~~\ny\n```"),
+    ],
+)  # fmt: skip
+def test_struck_out_text_is_marked(page: str, text: str) -> None:
+    assert text_of(page) == text
+
+
+@pytest.mark.parametrize(
+    ("link", "text"),
+    [
+        ("<a href=' https://forms.example/a?b=c '> here </a>", "[here](https://forms.example/a?b=c)"),
+        ("<a href='mailto:desk@forms.example?subject=x'>desk</a>", "[desk](desk@forms.example)"),
+        ("<a href='TEL:+49-221-12'>call</a>", "[call](+49-221-12)"),
+        ("<a href='tel:+49-221-12'>+49 221 12</a>", "+49 221 12"),
+        ("<a href='https://www.forms.example/'>forms.example</a>", "forms.example"),
+        ("<a href='https://forms.example'>forms</a>", "[forms](https://forms.example)"),
+        ("<a href='#top'>a</a> <a href='/b'>b</a> <a href='javascript:c()'>c</a> <a href='mailto:?body=d'>d</a>", "a b c d"),
+        (f"<a href='https://forms.example/{'x' * 300}'>session</a>", "session"),
+        ("<a href='https://x.example'><img alt='The old harbour'></a>", "[The old harbour](https://x.example)"),
+        ("<a href='https://x.example'><img src=a></a>none", "none"),
+        ("<a href='https://x.example'><h3>Title</h3><p>text</p></a>", "### Title\n\ntext\n\n<https://x.example>"),
+        ("<a href='https://x.example'><code>c</code></a> <code>d<a href='https://x.example'>e</a></code>",
+         "[`c`](https://x.example) `de`"),
+        ("2024<sup><a href='https://x.example'>1</a></sup>", "2024[1]"),
+        ("<s><a href='https://x.example/~a'>old</a></s>", "~~[old](https://x.example/~a)~~"),
+    ],
+)  # fmt: skip
+def test_targets_of_links_are_kept(link: str, text: str) -> None:
+    assert text_of(f"<div>{link}</div>") == text
+
+
+def test_targets_in_a_menu_of_the_site_are_left_out() -> None:
+    menu = "<a href='https://city.example/a'>a</a> " * 60
+    forms = "<a href='https://forms.example/parking'>Apply</a>"
+    assert (
+        text_of(f"<p>{menu}</p><p>{forms}</p>") == f"{'a ' * 60}".strip() + "\n\n[Apply](https://forms.example/parking)"
+    )
+
+
 def test_images_are_read_where_there_is_no_other_text() -> None:
     assert text_of("<h1><img alt='Acme Travel'></h1><p><img alt=decoration>text") == "# Acme Travel\n\ntext"
     assert text_of("<a href=a><img alt='The harbour in 1900'></a> <a><img alt=next></a>") == "The harbour in 1900"

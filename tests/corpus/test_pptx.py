@@ -211,6 +211,24 @@ def test_line_breaks_superscripts_and_list_numbers() -> None:
     assert text_of(shape(body)) == "first\nsecond\n10^-6 of H2O, 4th\n1. a\n(i) b\n(ii) c\n2. d\n\n"
 
 
+def test_struck_out_text_and_targets_of_links_are_kept() -> None:
+    def run(words: str, inner: str = "", strike: str = "noStrike") -> str:
+        return f'<a:r><a:rPr strike="{strike}">{inner}</a:rPr><a:t>{words}</a:t></a:r>'
+
+    link = '<a:hlinkClick r:id="l1"/>'
+    fee = "<a:p>" + run("Fee ") + run("40 ", strike="sngStrike") + run("9", strike="dblStrike") + run(" 55") + "</a:p>"
+    apply = "<a:p>" + run("Apply ", link) + run("here", link) + run("up", '<a:hlinkClick r:id="gone"/>') + "</a:p>"
+    button = text("Sick note").replace("<p:nvSpPr>", f"<p:nvSpPr><p:cNvPr>{link}</p:cNvPr>")
+    relation = '<Relationship Id="l1" Type="x/hyperlink" Target="https://forms.example/a" TargetMode="External"/>'
+    data = hostile.with_files(
+        presentation(Slide([shape(fee + apply), button])),
+        {"ppt/slides/_rels/slide1.xml.rels": f"<Relationships>{relation}</Relationships>"},
+    )
+    assert from_pptx(data).text == (
+        "Fee ~~40 9~~ 55\n[Apply here](https://forms.example/a)up\n\n[Sick note](https://forms.example/a)\n\n"
+    )
+
+
 def test_a_presentation_with_a_password_says_so() -> None:
     for data in (
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + "EncryptedPackage".encode("utf-16-le"),

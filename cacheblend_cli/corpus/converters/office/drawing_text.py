@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from xml.etree.ElementTree import Element
 
+from cacheblend_cli.corpus.converters.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown, target_of
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import integer, outermost
+from cacheblend_cli.corpus.converters.office.package import Relation, integer, outermost
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
@@ -37,6 +38,14 @@ def _chosen(element: Element) -> Iterator[Element]:
             yield found
 
 
+def resolve_links(root: Element, relations: Mapping[str, Relation]) -> Element:
+    """Set the attribute `target` of each link below root, and return root. relations: those of its part."""
+    for link in root.iter("a:hlinkClick"):
+        relation = relations.get(link.get("r:id", ""))
+        link.set("target", "" if relation is None else target_of(relation.target))
+    return root
+
+
 def body_text(body: Element) -> str:
     """Return the paragraphs of a text body, one a line, with list numbers. Slide numbers are left out."""
     numbers, lines = _ListNumbers(), list[str]()
@@ -51,14 +60,24 @@ def paragraph_text(paragraph: Element) -> str:
     pieces, raised = [""], list[str]()
     for child in paragraph:
         text = _inline(child)
-        properties = child.find("a:rPr")
-        if text.strip() and properties is not None and integer(properties.get("baseline", "").rstrip("%")) > 0:
+        properties = child.find("a:rPr") if text.strip() else None
+        if properties is not None and integer(properties.get("baseline", "").rstrip("%")) > 0:
             raised.append(text)
         elif text:
-            pieces += [superscript("".join(raised), pieces[-1]), text]
+            marked = text if properties is None else _marked(text, properties)
+            pieces += [superscript("".join(raised), pieces[-1]), marked]
             raised = []
-    text = "".join([*pieces, superscript("".join(raised), pieces[-1])])
+    text = shown("".join([*pieces, superscript("".join(raised), pieces[-1])]))
     return "\n".join(filter(None, map(str.strip, text.split("\n"))))
+
+
+def _marked(text: str, properties: Element) -> str:
+    """Mark a run that is struck out or a link. See `resolve_links`."""
+    if properties.get("strike", "noStrike") != "noStrike":
+        text = f"{STRUCK}{text}{NOT_STRUCK}"
+    link = properties.find("a:hlinkClick")
+    target = "" if link is None else link.get("target", "")
+    return f"{LINK}{text}{end_of_link(target)}" if target else text
 
 
 def _inline(element: Element) -> str:

@@ -73,7 +73,7 @@ class OfficePackage:
         self._archive = opened(data, what)
         self._what = what
         self.drawn = set[str]()
-        """Names of the drawings whose text is given already."""
+        """Names of the drawings and embedded documents whose text is given already."""
         self._entries = {name.replace("\\", "/").lstrip("/").lower(): name for name in self._archive.namelist()}
         self.names = list(self._entries)
         """Names of the parts, in lower case."""
@@ -95,6 +95,23 @@ class OfficePackage:
             return self._archive.read(self._entries[name.lower()])
         except _READ_ERRORS as error:
             raise DamagedPart(name) from error
+
+    def content_type(self, name: str) -> str:
+        """Return the declared media type of a part in lower case, "" if there is none."""
+        types, extension = self._content_types, name.rpartition(".")[2]
+        return types.get(f"/{name}".lower()) or types.get(f".{extension}".lower(), "")
+
+    @cached_property
+    def _content_types(self) -> dict[str, str]:
+        """Media types by the name of a part, "/word/a.xml", or by extension, ".xml"."""
+        with suppress(DamagedPart):
+            return {
+                (element.get("PartName") or f".{element.get('Extension')}").lower(): element.get(
+                    "ContentType", ""
+                ).lower()
+                for element in self.xml("[Content_Types].xml")
+            }
+        return {}
 
     def xml(self, name: str) -> Element:
         """Parse a part. Raises DamagedPart.

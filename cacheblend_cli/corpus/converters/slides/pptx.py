@@ -11,7 +11,13 @@ from functools import cached_property
 from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, comment_mark, joined, parsing
-from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives, table_text
+from cacheblend_cli.corpus.converters.inline_marks import LINK, end_of_link, shown
+from cacheblend_cli.corpus.converters.office.drawing_text import (
+    body_text,
+    resolve_alternatives,
+    resolve_links,
+    table_text,
+)
 from cacheblend_cli.corpus.converters.office.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office.package import (
     DamagedPart,
@@ -77,7 +83,7 @@ class _Presentation:
 
     def _texts(self, name: str, place: str) -> Iterator[str]:
         """Yield the texts of a slide, the title first. Raises DamagedPart if it cannot be read."""
-        tree = child(resolve_alternatives(self._package.xml(name)), "p:cSld", "p:spTree")
+        tree = child(self._read(name), "p:cSld", "p:spTree")
         if tree is None:
             raise DamagedPart(name)
         slide = _Slide(self._package, self._package.relations(name), self._boxes(name), self._omissions, place)
@@ -93,6 +99,10 @@ class _Presentation:
                 yield f"Footer: {text}"
         yield from self._notes(name, place)
         yield from self._comments(name, place)
+
+    def _read(self, part: str) -> Element:
+        """Parse a part. Raises DamagedPart."""
+        return resolve_links(resolve_alternatives(self._package.xml(part)), self._package.relations(part))
 
     def _boxes(self, slide: str) -> Mapping[str, Box]:
         """Return the boxes of the placeholders of the slide's layout and master."""
@@ -113,7 +123,7 @@ class _Presentation:
     def _notes(self, slide: str, place: str) -> Iterator[str]:
         for part in self._package.related(slide, "notesSlide"):
             try:
-                root = resolve_alternatives(self._package.xml(part))
+                root = self._read(part)
                 shapes = [s for s in root.iter("p:sp") if _kind(s) not in _FOOTERS]
                 text = "\n".join(filter(None, map(_body, shapes)))
                 yield f"Notes: {text}" if text else ""
@@ -123,7 +133,7 @@ class _Presentation:
     def _comments(self, slide: str, place: str) -> Iterator[str]:
         for part in self._package.related(slide, "comments"):
             try:
-                root = resolve_alternatives(self._package.xml(part))
+                root = self._read(part)
             except DamagedPart:
                 self._omissions.add("list of comments", place, plural="lists of comments")
                 continue
@@ -222,8 +232,9 @@ def _own_box(shape: Element) -> Box | None:
 
 
 def _body(shape: Element) -> str:
-    body = shape.find("p:txBody")
-    return "" if body is None else body_text(body)
+    body, link = shape.find("p:txBody"), child(shape, "p:nvSpPr", "p:cNvPr", "a:hlinkClick")
+    text = "" if body is None else body_text(body)
+    return text if link is None else shown(f"{LINK}{text}{end_of_link(link.get('target', ''))}")
 
 
 def _footer(shape: Element) -> str:

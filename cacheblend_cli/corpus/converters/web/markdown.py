@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from selectolax.lexbor import LexborNode
 
+from cacheblend_cli.corpus.converters.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown
 from cacheblend_cli.corpus.converters.superscripts import superscript
+from cacheblend_cli.corpus.converters.web.link_targets import LinkTargets
 from cacheblend_cli.corpus.converters.web.list_numbers import ListNumbers
 from cacheblend_cli.corpus.converters.web.mathml import formula_text
 from cacheblend_cli.corpus.converters.web.tables import BETWEEN_CELLS, Cell, table_text
@@ -24,6 +26,8 @@ _BLOCKS = frozenset(
 _LONG_FORM = 200  # characters of text, besides labels, from which a form is a part of the page
 _FILLED_FORM = 2  # filled fields from which a form is a record
 _LARGE_FORM = 0.3  # share of the page's text from which a form is the page
+_STRUCK = frozenset(("s", "strike", "del"))
+_STRUCK_STYLE = '[style*="line-through" i]'
 _TEXT_FIELDS = frozenset("text email tel url number date datetime-local time month week color range".split())
 _UNSEEN_FIELDS = frozenset("hidden submit button image reset".split())
 _MOST_NESTED = 60  # lists, tables and forms within each other; deeper ones are written as paragraphs
@@ -41,7 +45,7 @@ class _Form:
 
 def markdown_of(root: LexborNode, num_characters: int) -> str:
     """Return the content of an element as Markdown. num_characters: length of the page's text."""
-    writer, node = _Writer(num_characters), root.first_child
+    writer, node = _Writer(root, num_characters), root.first_child
     waiting: list[tuple[LexborNode, ElementWriter]] = []
     while node is not None or waiting:
         if node is None:  # the end of an element
@@ -62,14 +66,16 @@ def markdown_of(root: LexborNode, num_characters: int) -> str:
 class _Writer:
     """Collects paragraphs. Blocks end with an empty line, items and rows with a line end."""
 
-    def __init__(self, num_characters: int) -> None:
+    def __init__(self, root: LexborNode, num_characters: int) -> None:
         self._page = num_characters
+        self._targets = LinkTargets(root)
+        self._struck = {node.mem_id for node in root.css(_STRUCK_STYLE)}
         self._pieces: list[list[str]] = [[]]  # finished paragraphs of the open items, cells, tables, ...
         self._inline = list[str]()  # the current paragraph
         self._paragraph = 0  # its number
         self._num_written = 0  # texts of the page
         self._image = ""  # alternative text of the last image
-        self._preformatted = self._marked = self._in_label = 0  # open elements
+        self._preformatted = self._marked = self._in_label = self._num_struck = 0  # open elements
         self._numbers: list[ListNumbers | None] = []  # of the open lists
         self._tables = list[list[list[Cell]]]()
         self._forms = list[_Form]()
@@ -92,18 +98,32 @@ class _Writer:
         tag = node.tag or ""
         is_too_deep = tag in _NESTING and len(self._pieces) > _MOST_NESTED
         if (write := _ELEMENTS.get(tag)) is not None and not is_too_deep:
-            return write(self, node)
-        return self._block() if tag in _BLOCKS else iter((None,))
+            element = write(self, node)
+        else:
+            element = self._block() if tag in _BLOCKS else iter((None,))
+        return self._struck_out(element) if tag in _STRUCK or node.mem_id in self._struck else element
 
     def finish(self) -> str:
         self._end_paragraph()
         return "".join(self._pieces[0]).replace(BETWEEN_CELLS, " | ")
 
-    def _end_paragraph(self) -> None:
-        lines = "".join(self._inline).split("\n")
-        text = "\n".join(" ".join(line.split()) for line in lines).strip("\n")
-        self._inline.clear()
+    def _struck_out(self, element: ElementWriter) -> ElementWriter:
+        self._inline += [STRUCK] * (not self._num_struck)
+        self._num_struck += 1
+        yield from element
+        self._num_struck -= 1
+        self._inline += [NOT_STRUCK] * (not self._num_struck)
+
+    def _ended_paragraph(self) -> str:
+        """Return the current paragraph and begin another one."""
+        text = shown("".join(self._inline))
+        self._inline = [STRUCK] if self._num_struck else []
         self._paragraph += 1
+        return text
+
+    def _end_paragraph(self) -> None:
+        lines = self._ended_paragraph().split("\n")
+        text = "\n".join(" ".join(line.split()) for line in lines).strip("\n")
         if text:
             self._pieces[-1].append(text + "\n\n")
 
@@ -136,8 +156,7 @@ class _Writer:
         self._preformatted += 1
         yield
         self._preformatted -= 1
-        code = "".join(self._inline).strip("\n")
-        self._inline.clear()
+        code = self._ended_paragraph().strip("\n")
         fence = "```" if "```" not in code else "~~~~"
         if code.strip():
             self._pieces[-1].append(f"{fence}\n{code}\n{fence}\n\n")
@@ -208,7 +227,10 @@ class _Writer:
 
     def _is_at_start_of_item(self) -> bool:
         return (
-            bool(self._numbers) and not self._pieces[-1] and len(self._pieces) > 1 and not "".join(self._inline).strip()
+            bool(self._numbers)
+            and not self._pieces[-1]
+            and len(self._pieces) > 1
+            and not shown("".join(self._inline)).strip()
         )
 
     def _select(self, node: LexborNode) -> ElementWriter:
@@ -245,9 +267,13 @@ class _Writer:
     def _link(self, node: LexborNode) -> ElementWriter:
         """Write a link. An image alone is written as its description; one word is a button, such as "next"."""
         before, self._image = self._num_written, ""
+        target = "" if self._marked or self._preformatted else self._targets.of(node)
+        self._inline += [LINK] * bool(target)
         yield
         if self._num_written == before and " " in self._image.strip():
             self.write(self._image)
+        if target:
+            self._inline.append(end_of_link(target if self._num_written > before else ""))
 
     def _code(self, node: LexborNode) -> ElementWriter:
         yield from self._marks(lambda text, before: f"`{text}`" if text.strip() and "`" not in text else text)

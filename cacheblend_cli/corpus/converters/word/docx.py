@@ -67,6 +67,6 @@ class _Document:
         texts = dict[str, None]()
         for name in self._package.related(self._main, kind):
             with reporting_damage(self.omissions, f"a {kind} cannot be read"):
-                texts[self.walk.margin(self._package.xml(name))] = None
+                texts[self.walk.margin(name)] = None
         for text in filter(None, texts):
             yield Block(f"{kind.title()}: {text}")

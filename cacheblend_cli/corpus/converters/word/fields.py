@@ -6,15 +6,24 @@ be within the code or the result of other fields.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
+from cacheblend_cli.corpus.converters.inline_marks import target_of
 from cacheblend_cli.corpus.converters.office.package import child, integer
 from cacheblend_cli.corpus.converters.word.styles import is_on, value_of
 
-_CODE = 40  # characters of a field's code to keep
+_CODE = 400  # characters of a field's code to keep
+_HYPERLINK = re.compile(r"""\s*HYPERLINK\s+(?:"([^"]*)"|(\S+))""", re.IGNORECASE)
 _PAGE_FIELDS = frozenset(("PAGE", "NUMPAGES", "SECTIONPAGES", "SECTION"))
 CHECKED, UNCHECKED = "\u2612", "\u2610"
+
+
+def hyperlink(code: str) -> str:
+    """Return the target of a HYPERLINK field, "" for other fields and for places in the document."""
+    found = _HYPERLINK.match(code)
+    return target_of(found[1] or found[2] or "") if found else ""
 
 
 @dataclass
@@ -50,6 +59,11 @@ class Fields:
         ended = self._open.pop()
         self._num_codes -= not ended.has_result
         return "" if ended.has_result else ended.name
+
+    @property
+    def link(self) -> str:
+        """Target of the innermost field, "" if it is not a link."""
+        return hyperlink(self._open[-1].code) if self._open and self._open[-1].has_result else ""
 
     def add_code(self, text: str) -> None:
         if self._open and not self._open[-1].has_result:

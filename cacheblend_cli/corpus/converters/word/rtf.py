@@ -9,7 +9,9 @@ from typing import Any
 
 from cacheblend_cli.corpus.converters.charsets import codec_of
 from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, comment_mark, without_data_uris
+from cacheblend_cli.corpus.converters.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.word.fields import hyperlink
 from cacheblend_cli.corpus.converters.word.rtf_text import BODY, RtfText
 from cacheblend_cli.corpus.layout import Converted, TextLayout
 
@@ -38,18 +40,19 @@ _PROPERTIES: dict[str, Callable[[int | None], dict[str, Any]]] = {
     "super": lambda value: {"is_raised": value != 0},
     **dict.fromkeys(("nosupersub", "sub"), lambda value: {"is_raised": False}),
     "pard": lambda value: {"in_table": False, "outline": BODY},
+    **dict.fromkeys(("strike", "striked"), lambda value: {"is_struck": value != 0}),
     "intbl": lambda value: {"in_table": value != 0},
     "outlinelevel": lambda value: {"outline": value or 0},
 }
 """Word -> properties of the text after it, by the number after the word."""
 _ENDS = frozenset(("par", "sect", "page", "column", "\n", "\r"))
 _SKIPPED = frozenset(
-    "fonttbl colortbl stylesheet info pict nonshppict objdata objclass objname fldinst xe tc txe rxe filetbl revtbl sn sv private template "
+    "fonttbl colortbl stylesheet info pict nonshppict objdata objclass objname xe tc txe rxe filetbl revtbl sn sv private template "
     "shprslt datafield falt panose leveltext levelnumbers listtable listoverridetable ftnsep ftnsepc ftncn aftnsep aftnsepc aftncn atnid "
     "atnref nonesttables atntime atnicn atndate atnparent".split()
 )
 """Destinations that are not text, besides unknown ones after `\\*`."""
-_TRANSPARENT = frozenset(("shpinst", "shpgrp", "result", "fldrslt", "listtext", "pntext", "nesttableprops"))
+_TRANSPARENT = frozenset(("shpinst", "shpgrp", "result", "listtext", "pntext", "nesttableprops"))
 """Destinations after `\\*` that have text."""
 _MARKED = {
     "footnote": "Footnote: ", "annotation": "Comment: ", "shptxt": "", "dptxbxtext": "",
@@ -75,6 +78,8 @@ class _State:
     is_hidden: bool = False
     in_table: bool = False
     is_raised: bool = False
+    is_struck: bool = False
+    link: str = ""  # target of the field
     outline: int = BODY
     destination: str = ""  # the one that this group began
 
@@ -129,7 +134,7 @@ class _Reader:
         self._flush()
         self._main.end_row()
         self._main.end_paragraph()
-        title = " ".join("".join(self._title.pieces).split())
+        title = " ".join(shown("".join(self._title.pieces)).split())
         text = "".join(self._main.lines).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         layout = TextLayout("markdown", numbered=False, title=title, omissions=tuple(self._omissions))
         return Converted(without_data_uris(text), layout)
@@ -167,14 +172,19 @@ class _Reader:
             text.raised.append(characters)
         else:
             text.end_raised()
-            text.pieces.append(characters)
+            text.pieces.append(f"{STRUCK}{characters}{NOT_STRUCK}" if self._state.is_struck else characters)
 
     def _close(self) -> bool:
         """End a group; return whether the document goes on."""
         self._flush()
         ended = self._state
         self._state = self._stack.pop() if self._stack else ended
-        if ended.destination in _MARKED and ended.text is not None:
+        if ended.destination == "fldinst" and ended.text is not None:
+            self._state = replace(self._state, link=hyperlink("".join(ended.text.pieces)))
+        elif ended.destination == "fldrslt" and ended.text is not None:
+            ended.text.end_raised()
+            ended.text.pieces.append(end_of_link(ended.link))
+        elif ended.destination in _MARKED and ended.text is not None:
             ended.text.end_row()
             ended.text.end_paragraph()
             self._add_note(ended.text)
@@ -226,6 +236,11 @@ class _Reader:
         elif name in ("title", "atnauthor"):
             self._author = RtfText() if name == "atnauthor" else self._author
             text = self._title if name == "title" else self._author
+        elif name == "fldinst":
+            text = RtfText() if text is not None else None
+        elif name == "fldrslt" and text is not None:
+            text.end_raised()
+            text.pieces.append(LINK)
         elif name in _MARKED and text is not None:
             text = RtfText(_MARKED[name])
         elif name in _SKIPPED or (is_optional and name not in _TRANSPARENT):
@@ -261,7 +276,7 @@ class _Reader:
         text = self._state.text
         if text is not None:
             text.end_raised()
-            text.cells.append(" ".join("".join(text.pieces).split()))
+            text.cells.append(" ".join(shown("".join(text.pieces)).split()))
             text.pieces.clear()
 
     def _format(self, name: str, value: int | None) -> None:
@@ -291,7 +306,7 @@ class _Reader:
             self._font = value or 0
             encoding = self._fonts.get(self._font, self._ansi)
         elif name == "plain":
-            self._state = replace(self._state, is_hidden=False, is_raised=False)
+            self._state = replace(self._state, is_hidden=False, is_raised=False, is_struck=False)
             encoding = self._fonts.get(self._default, self._ansi)
         elif name in _CHARACTER_SETS or (name == "ansicpg" and value):
             encoding = self._ansi = _CHARACTER_SETS.get(name) or self._code_page(value or 0)

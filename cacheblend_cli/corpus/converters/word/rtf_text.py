@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cacheblend_cli.corpus.converters.inline_marks import shown
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
@@ -26,7 +27,7 @@ class RtfText:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.lines or self.cells or self.raised or "".join(self.pieces).strip())
+        return not (self.lines or self.cells or self.raised or shown("".join(self.pieces)).strip())
 
     def add(self, line: str, is_row: bool) -> None:
         self.lines += ["\n"] * (self.is_table and not is_row)
@@ -43,7 +44,7 @@ class RtfText:
     def end_paragraph(self, outline: int = BODY) -> None:
         """End the paragraph, with its notes after it."""
         self.end_raised()
-        lines = (line.strip() for line in "".join(self.pieces).split("\n"))
+        lines = (line.strip() for line in shown("".join(self.pieces)).split("\n"))
         if paragraph := "\n".join(filter(None, lines)):
             is_heading = 0 <= outline < 6
             self.add(f"{'#' * (outline + 1)} {' '.join(paragraph.split())}" if is_heading else paragraph, is_row=False)

@@ -1,4 +1,4 @@
-"""Styles of a Word document: headings, list numbering and hidden text, with the styles that a style is based on."""
+"""Styles of a Word document, with what they inherit: headings, list numbering, hidden and struck-out text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def is_on(parent: Element | None, name: str) -> bool | None:
     return None if found is None else found.get("val", "1") not in _OFF
 
 
+def is_struck(run: Element | None) -> bool | None:
+    """Return whether run properties strike the text out, with one line or two; None if they do not say."""
+    switches = [is_on(run, name) for name in ("w:strike", "w:dstrike")]
+    return None if switches == [None, None] else any(switches)
+
+
 def value_of(parent: Element | None, *names: str) -> str:
     """Return the value of the property on a path of names, "" if it is missing."""
     found = child(parent, *names)
@@ -35,6 +41,7 @@ class Style:
     num_style: str = ""  # identifier of the style that names the list
     is_raised: bool = False  # superscript
     is_hidden: bool = False
+    is_struck: bool = False
 
 
 class Styles:
@@ -84,6 +91,8 @@ class Styles:
             style = replace(style, is_raised=position == "superscript")
         if (hidden := is_on(run, "w:vanish")) is not None:
             style = replace(style, is_hidden=hidden)
+        if (struck := is_struck(run)) is not None:
+            style = replace(style, is_struck=struck)
         return style
 
 

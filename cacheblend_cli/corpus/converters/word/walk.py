@@ -9,16 +9,25 @@ from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
 from cacheblend_cli.corpus.converters.converter import comment_mark
+from cacheblend_cli.corpus.converters.inline_marks import (
+    LINK,
+    NOT_STRUCK,
+    STRUCK,
+    end_of_link,
+    shown,
+    target_of,
+)
 from cacheblend_cli.corpus.converters.numerals import roman
 from cacheblend_cli.corpus.converters.office.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import OfficePackage, child, integer, outermost
+from cacheblend_cli.corpus.converters.office.package import OfficePackage, Relation, child, integer, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.superscripts import LOWERED, RAISED, inline_text
 from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
+from cacheblend_cli.corpus.converters.word.alternative_formats import embedded_text
 from cacheblend_cli.corpus.converters.word.fields import CHECKED, UNCHECKED, Fields, form_value
 from cacheblend_cli.corpus.converters.word.numbering import Numbering
-from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, outline_level, value_of
+from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, is_struck, outline_level, value_of
 from cacheblend_cli.corpus.converters.word.tables import Block, Cell, table_blocks
 
 Notes = Mapping[str, Element]
@@ -56,7 +65,11 @@ class Walk:
     ) -> None:
         """notes: notes by kind: "footnote", "endnote", "comment"."""
         self._styles, self._numbering, self._notes, self._omissions = styles, numbering, notes, omissions
-        self._package, self._relations = package, package.relations(package.main)
+        self._package = package
+        self._relations: Mapping[str, Relation] = package.relations(package.main)  # of the current part
+        self._note_relations = {
+            kind: package.relations(name) for kind in notes for name in package.related(package.main, f"{kind}s")[:1]
+        }
         self.title = ""
         self._story = _Story()
         self._num_stories = self._depth = 0
@@ -72,6 +85,7 @@ class Walk:
             "w:p": self._paragraph,
             "w:tbl": self._table,
             "w:r": self._run,
+            "w:hyperlink": self._hyperlink,
             **dict.fromkeys(("w:t", "a:t"), self._text),
             **dict.fromkeys(("w:tab", "w:ptab"), lambda element: self._add(" ")),
             **dict.fromkeys(("w:br", "w:cr"), lambda element: self._add("\n")),
@@ -95,7 +109,7 @@ class Walk:
             "dgm:relIds": lambda element: self._drawing("diagram", element.get("r:dm", "")),
             "OLEObject": self._object,
             "w:control": lambda element: self._left_out("form control"),
-            "w:altChunk": lambda element: self._left_out("embedded document"),
+            "w:altChunk": self._embedded_document,
             "w:subDoc": lambda element: self._left_out("linked document"),
             **dict.fromkeys(_SKIPPED, lambda element: None),
         }
@@ -107,10 +121,11 @@ class Walk:
         blocks, self._story.blocks = self._story.blocks, []
         return blocks
 
-    def margin(self, element: Element) -> str:
-        """Return the text of a header or footer, without paragraphs that only have page numbers."""
+    def margin(self, name: str) -> str:
+        """Return the text of a header or footer, without paragraphs that only have page numbers. Raises DamagedPart."""
+        root = self._package.xml(name)
         self._page_words = 0
-        blocks = self._separately(element)
+        blocks = self._separately(root, self._package.relations(name))
         self._page_words = None
         return "\n".join(block.text for block in blocks)
 
@@ -126,13 +141,16 @@ class Walk:
                 self._visit(element)
         self._depth -= 1
 
-    def _separately(self, elements: Iterable[Element]) -> list[Block]:
-        """Convert a flow of text within another one."""
+    def _separately(self, elements: Iterable[Element], relations: Mapping[str, Relation] | None = None) -> list[Block]:
+        """Convert a flow of text within another one. relations: those of its part, if that is another one."""
         outer, self._story = self._story, _Story()
+        outer_relations = self._relations
+        self._relations = outer_relations if relations is None else relations
         self._num_stories += 1
         self._visit(elements)
         self._end_paragraph()
         self._num_stories -= 1
+        self._relations = outer_relations
         story, self._story = self._story, outer
         return story.blocks
 
@@ -161,7 +179,7 @@ class Walk:
         story = self._story
         if style is None and not story.parts and not story.boxes:
             return
-        text = inline_text("".join(story.parts))
+        text = inline_text(shown("".join(story.parts)))
         story.parts = []
         label = None if style is None else self._numbering.next(properties, style)
         if self._page_words is not None:
@@ -207,7 +225,7 @@ class Walk:
         style = self._styles.of(value_of(properties, "w:rStyle"))
         position = value_of(properties, "w:vertAlign")
         is_raised = position == "superscript" if position else style.is_raised
-        hidden = is_on(properties, "w:vanish")
+        hidden, struck = is_on(properties, "w:vanish"), is_struck(properties)
         fonts = child(properties, "w:rFonts")
         outer = self._font, self._is_hidden
         self._font = "" if fonts is None else fonts.get("ascii", "")
@@ -215,8 +233,12 @@ class Walk:
         first = len(self._story.parts)
         self._visit(element)
         self._font, self._is_hidden = outer
-        if is_raised and first < len(self._story.parts):
-            self._story.parts[first:] = [RAISED, *self._story.parts[first:], LOWERED]
+        parts = self._story.parts[first:]
+        if is_raised and parts:
+            parts = [RAISED, *parts, LOWERED]
+        if parts and ((style.is_struck or self._style.is_struck) if struck is None else struck):
+            parts = [STRUCK, *parts, NOT_STRUCK]
+        self._story.parts[first:] = parts
 
     def _add(self, text: str) -> None:
         """Add text to the paragraph, unless it is hidden or part of a field's code."""
@@ -248,13 +270,31 @@ class Walk:
             self._visit(element)
         elif kind == "separate":
             fields.separate()
-        elif kind == "end" and fields.end() == "EQ":
-            self._left_out("equation")
+            self._mark_link(fields.link, LINK)
+        elif kind == "end":
+            self._mark_link(fields.link, end_of_link(fields.link))
+            if fields.end() == "EQ":
+                self._left_out("equation")
 
     def _simple_field(self, element: Element) -> None:
-        self._story.fields.begin(element.get("instr", ""), has_result=True)
+        fields = self._story.fields
+        fields.begin(element.get("instr", ""), has_result=True)
+        self._linked(element, fields.link)
+        fields.end()
+
+    def _hyperlink(self, element: Element) -> None:
+        relation, place = self._relations.get(element.get("r:id", "")), element.get("anchor", "")
+        address = "" if relation is None else f"{relation.target}#{place}" if place else relation.target
+        self._linked(element, target_of(address))
+
+    def _linked(self, element: Element, target: str) -> None:
+        self._mark_link(target, LINK)
         self._visit(element)
-        self._story.fields.end()
+        self._mark_link(target, end_of_link(target))
+
+    def _mark_link(self, target: str, mark: str) -> None:
+        if target and not (self._is_hidden or self._story.fields.is_code):
+            self._story.parts.append(mark)
 
     def _control(self, element: Element) -> None:
         box = child(element, "w:sdtPr", "checkbox")
@@ -273,7 +313,7 @@ class Walk:
         if not label:
             number = self._counts[kind] = self._counts.get(kind, 0) + 1
             label = self._labels[kind, name] = str(number) if kind == "footnote" else roman(number)
-            self._noted.append(Block(f"[^{label}]: {_joined(self._separately(note))}"))
+            self._noted.append(Block(f"[^{label}]: {_joined(self._note_blocks(kind, note))}"))
         self._add(f"[^{label}]")
 
     def _comment(self, element: Element) -> None:
@@ -281,8 +321,11 @@ class Walk:
         note = self._notes["comment"].get(name)
         if note is not None and ("comment", name) not in self._labels:
             self._labels["comment", name] = name
-            if text := _joined(self._separately(note)):
+            if text := _joined(self._note_blocks("comment", note)):
                 self._noted.append(Block(comment_mark(note.get("author", "")) + text))
+
+    def _note_blocks(self, kind: str, note: Element) -> list[Block]:
+        return self._separately(note, self._note_relations[kind])
 
     def _add_notes(self) -> None:
         if not self._num_stories:
@@ -306,8 +349,14 @@ class Walk:
         is_equation = element.get("ProgID", "").startswith("Equation")
         self._left_out("equation" if is_equation else "embedded object")
 
+    def _embedded_document(self, element: Element) -> None:
+        self._end_paragraph()
+        relation = self._relations.get(element.get("r:id", ""))
+        if text := embedded_text(self._package, relation, self._omissions, self._heading):
+            self._story.blocks.append(Block(text))
+
     def _drawing(self, thing: str, relation: str) -> None:
-        if self._page_words is not None or self._is_hidden:  # headers and footers have relations of their own
+        if self._is_hidden:
             self._left_out(thing)
             return
         text = drawn_text(self._package, self._relations.get(relation), thing, self._omissions, self._heading)
