@@ -104,14 +104,12 @@ class OfficePackage:
     @cached_property
     def _content_types(self) -> dict[str, str]:
         """Media types by the name of a part, "/word/a.xml", or by extension, ".xml"."""
+        types = dict[str, str]()
         with suppress(DamagedPart):
-            return {
-                (element.get("PartName") or f".{element.get('Extension')}").lower(): element.get(
-                    "ContentType", ""
-                ).lower()
-                for element in self.xml("[Content_Types].xml")
-            }
-        return {}
+            for element in self.xml("[Content_Types].xml"):
+                name = element.get("PartName") or f".{element.get('Extension')}"
+                types[name.lower()] = element.get("ContentType", "").lower()
+        return types
 
     def xml(self, name: str) -> Element:
         """Parse a part. Raises DamagedPart.

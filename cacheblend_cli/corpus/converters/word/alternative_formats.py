@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from cacheblend_cli.corpus.converters.converter import Converter, NoDocument, from_plain, parsing
 from cacheblend_cli.corpus.converters.mail.mail import from_mail
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation
+from cacheblend_cli.corpus.converters.office.package import OfficePackage, Relation
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.web.html import from_html
 from cacheblend_cli.corpus.converters.word.rtf import from_rtf
@@ -31,7 +31,7 @@ def embedded_text(package: OfficePackage, relation: Relation | None, omissions: 
         package.drawn.add(relation.target)
         converter = _CONVERTERS.get(package.content_type(relation.target))
         if converter is not None:
-            with suppress(DamagedPart, NoDocument), parsing("", "an embedded document"):
+            with suppress(NoDocument), parsing("", "an embedded document"):
                 converted = converter(package.data(relation.target))
                 for sentence in converted.layout.omissions:
                     omissions.say(sentence)
