@@ -31,7 +31,7 @@ class AnswerStream:
 
     def __init__(self, output: Output, *, draft: bool = False) -> None:
         """draft: the answer may still change, so do not write it to a pipe yet."""
-        self._output, self._in_reasoning = output, False
+        self._output, self._in_reasoning, self._draft = output, False, draft
         self.begun = False  # something of the answer was shown
         self._held = draft and not output.out_tty
 
@@ -53,6 +53,18 @@ class AnswerStream:
         if self._in_reasoning:
             self._output.aside("\n")
             self._in_reasoning = False
+
+    def end(self, answer: Answer) -> None:
+        """End the answer's line. A text that was held back is written now. Below a draft that a full prefill changed,
+        write the corrected text from the word of the first difference."""
+        self.end_reasoning()
+        self._output.text(answer.text if self._held else "")
+        found = answer.confirmation
+        if self._draft and not self._held and found is not None and not found.confirmed:
+            pairs = zip(answer.text, found.blended_answer, strict=False)
+            same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._output.note(f"a full prefill differs from token {found.first_difference} on:")
+            self._output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
 
 
 @dataclass(frozen=True)
@@ -97,11 +109,9 @@ def result_of(events: Iterable[AnswerEvent], options: AskOptions, streams: Answe
 def show_answer(
     result: AnswerResult, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
 ) -> None:
-    """Show notes, sources and a summary of an answer whose text was streamed, or one JSON object with `extra` first.
+    """Show notes, sources and a summary of an answer whose text was shown, or one JSON object with `extra` first.
     seconds: time that the user waited, None in a batch."""
     answer = result.answer
-    if not json:
-        _end_text(answer, output)
     for note in result.new_notes:
         output.warn(note)
     if json:
@@ -162,22 +172,6 @@ def first_token_line(answer: Answer) -> str:
     if measured:
         return f"{text}, full prefill {format_latency(full)}{faster}"
     return f"{text}; a full prefill takes about {format_latency(full)}{faster}"
-
-
-def _end_text(answer: Answer, output: Output) -> None:
-    """End the answer's line. With --confirm, a pipe gets the confirmed answer; a terminal, which shows the draft, gets
-    the corrected text from the word of the first difference."""
-    found = answer.confirmation
-    if found is None or (output.out_tty and found.confirmed):
-        output.text("")
-    elif not output.out_tty:
-        output.text(answer.text)
-    else:
-        pairs = zip(answer.text, found.blended_answer, strict=False)
-        same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        output.text("")
-        output.note(f"a full prefill differs from token {found.first_difference} on:")
-        output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
 
 
 def show_summary(result: AnswerResult, output: Output, seconds: float | None, start_s: float = 0.0) -> None:

@@ -76,7 +76,8 @@ class AnswerView:
         """Answer a question while its text is shown. draft: the answer may still change."""
         streams = AnswerStream(self._output, draft=draft)
         result = session.ask(item, None if self._json else streams)
-        streams.end_reasoning()
+        if not self._json:
+            streams.end(result.answer)
         self._show(item, result.with_notes(self._notes), {}, since_process_start())
         if not self._json:
             session.note_default_model()
@@ -113,7 +114,7 @@ class AnswerView:
         if not self._json:
             if self.codes and self._output.quiet:  # --quiet hides the questions that otherwise separate answers
                 self._output.text("")
-            self._output.text(result.answer.text, end="")
+            self._output.text(result.answer.text)
         self._show(item, result, extra, None)
         return {**extra, **result.record}
 

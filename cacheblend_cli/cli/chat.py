@@ -119,8 +119,7 @@ def _turn(line: str, state: ChatState, session: AskSession, output: Output) -> N
     streams, asked_at = AnswerStream(output), time.perf_counter()
     result = _ask(line, state, session, streams, output)
     seconds = time.perf_counter() - asked_at
-    streams.end_reasoning()
-    output.text("")
+    streams.end(result.answer)
     for note in result.new_notes:
         output.warn(note)
     if cut := cut_note(result.answer):
