@@ -15,7 +15,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import IDENTITY, Settings
 from cacheblend_cli.version import __version__
 
-PROTOCOL = 8
+PROTOCOL = 9
 _LONGEST = 100  # maximum bytes of a socket path; the system allows 107
 _NAME = "engine-"
 _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"

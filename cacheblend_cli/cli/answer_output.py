@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
-from cacheblend_cli.types import NO_RATIO, AnswerEvent, CompletedAnswer, Notes, Piece, unsupported_line
+from cacheblend_cli.types import NO_RATIO, AnswerEvent, CompletedAnswer, Notes, Piece, Progress, unsupported_line
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -33,12 +33,17 @@ class AnswerStream:
         """draft: the answer may still change, so do not write it to a pipe yet."""
         self._output, self._in_reasoning, self._draft = output, False, draft
         self.begun = False  # something of the answer was shown
+        self._line_ended = False
         self._held = draft and not output.out_tty
 
-    def show(self, event: Notes | Piece) -> None:
+    def show(self, event: Notes | Progress | Piece) -> None:
         if isinstance(event, Notes):
             for note in event.notes:
                 self._output.warn(note)
+        elif isinstance(event, Progress):
+            if event.is_check:
+                self._end_line()
+            self._output.status(progress_line(event))
         elif event.reasoning:
             if text := event.text if self._in_reasoning else event.text.lstrip():
                 self._output.aside(text)
@@ -47,6 +52,7 @@ class AnswerStream:
             self.end_reasoning()
             if not self._held:
                 self.begun = True
+                self._output.end_status()
                 self._output.text(event.text, end="")
 
     def end_reasoning(self) -> None:
@@ -58,13 +64,20 @@ class AnswerStream:
         """End the answer's line. A text that was held back is written now. Below a draft that a full prefill changed,
         write the corrected text from the word of the first difference."""
         self.end_reasoning()
-        self._output.text(answer.text if self._held else "")
+        if self._held:
+            self._output.text(answer.text)
+        self._end_line()
         found = answer.confirmation
         if self._draft and not self._held and found is not None and not found.confirmed:
             pairs = zip(answer.text, found.blended_answer, strict=False)
             same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             self._output.note(f"a full prefill differs from token {found.first_difference} on:")
             self._output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
+
+    def _end_line(self) -> None:
+        if not (self._held or self._line_ended):
+            self._output.text("")
+            self._line_ended = True
 
 
 @dataclass(frozen=True)
@@ -133,6 +146,15 @@ def show_answer(
         output.note(f"{same if check.confirmed else other}; {check.seconds * 1000:.0f} ms, {of}")
     if answer.verify:
         output.note(f"verify: {verify_line(answer.verify)}; {first_token_line(answer)}")
+
+
+def progress_line(event: Progress) -> str:
+    """Describe a prompt that is being computed."""
+    tokens = counted(event.num_tokens, "token")
+    text = f"reading {counted(event.num_chunks, 'passage')} ({tokens})" if event.num_chunks else f"reading {tokens}"
+    if event.is_check:
+        text = f"comparing with a full prefill ({tokens})"
+    return f"{text}: {event.num_filled / event.num_tokens:.0%}" if event.num_filled else text
 
 
 def cut_note(answer: Answer) -> str | None:

@@ -18,7 +18,7 @@ from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.sockets import sockets_of
-from cacheblend_cli.types import AnswerEvent, AskPlan, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
+from cacheblend_cli.types import AnswerEvent, AskPlan, AskRequest, CompletedAnswer, Notes, Piece, Progress, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -103,8 +103,11 @@ class LocalEngine:
         from cacheblend_cli.engine.events import Done, Reasoning, Text
 
         yield Notes(list(request.notes))
+        yield request.progress()
         for event in events:
-            if isinstance(event, Text | Reasoning) and event.index == 0:
+            if isinstance(event, Progress):
+                yield event
+            elif isinstance(event, Text | Reasoning) and event.index == 0:
                 yield Piece(event.text, isinstance(event, Reasoning))
             elif isinstance(event, Done):
                 answer = event.answers[0]

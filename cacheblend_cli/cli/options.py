@@ -229,6 +229,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError."""
     config = engine_config(settings)
     cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
+    output.status(f"loading {settings.model or default_model()}")
     import_engine()
     from cacheblend_cli.engine.engine import Engine
 

@@ -315,6 +315,9 @@ class _View:
             self._show_bar("reading")
             text = event.message if event.total else f"{event.message}; {event.done:,} found"
             self._bar(event.done, event.total, text)
+        elif event.kind == "measure":
+            self.close()
+            self.output.status("measuring how fast the model reads here")
         elif event.kind == "plan":
             self._plan(event.planned)
         elif event.room is not None:

@@ -51,6 +51,7 @@ class PrecomputeEvent:
     |-----------|-------------------------------------------------------------------------------------------------|
     | "reading" | `done` documents are found (`total` 0); then `done` of `total` bytes of them are read and cut   |
     | "room"    | the quota is too small for all KV                                                               |
+    | "measure" | the machine's speed is measured, to estimate how long the run takes                             |
     | "plan"    | `total` tokens to process; `planned` lists the changes, with estimated seconds for a long run   |
     | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run                              |
     | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
@@ -59,7 +60,7 @@ class PrecomputeEvent:
     | "removed" | a document was renamed, or chunks were removed                                                  |
     """
 
-    kind: Literal["reading", "room", "plan", "chunk", "settled", "skipped", "omitted", "removed"]
+    kind: Literal["reading", "room", "measure", "plan", "chunk", "settled", "skipped", "omitted", "removed"]
     chunk: ChunkResult | None = None
     message: str = ""  # text to show the user
     done: int = 0

@@ -98,12 +98,12 @@ def precompute(
     difference = compare(store, diff, plan, room, force=options.force)
     _count_planned(report, diff, plan, difference)
     if options.dry_run or store is None:
-        difference.seconds = estimate_seconds(difference.missing)
+        _estimate(difference, on_event)
         return report
-    start += _confirm(difference, confirm)
+    start += _confirm(difference, confirm, on_event)
     long_run = _LONG_PACKS * pack_tokens(collection.model.decoder.device)
     if options.cluster is None and difference.computed_tokens >= long_run:
-        difference.seconds = difference.seconds or estimate_seconds(difference.missing)
+        _estimate(difference, on_event)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
     run = PlanStorage(planner, store, room, on_event, report, cluster=options.cluster, force=options.force)
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
@@ -156,11 +156,17 @@ def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
     return Incomplete(shown(file.source), file.omissions, is_news=file.omissions not in stored)
 
 
-def _confirm(difference: Difference, confirm: Confirm | None) -> float:
+def _estimate(difference: Difference, on_event: OnEvent) -> None:
+    if difference.missing and not difference.seconds:
+        on_event(PrecomputeEvent("measure"))
+        difference.seconds = estimate_seconds(difference.missing)
+
+
+def _confirm(difference: Difference, confirm: Confirm | None, on_event: OnEvent) -> float:
     """Ask for confirmation if settings changed. Return the seconds that the user took."""
     start = time.perf_counter()
     if confirm is not None and difference.changes:
-        difference.seconds = estimate_seconds(difference.missing)
+        _estimate(difference, on_event)
         if not confirm(difference):
             raise UsageError("nothing was computed", "without the flag, documents are cut and collected as before")
     return time.perf_counter() - start

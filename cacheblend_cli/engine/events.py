@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import Answer, TokenLogprob
+from cacheblend_cli.types import Answer, Progress, TokenLogprob
 
 Early = Literal["cancelled", "deadline"]
-
-
-@dataclass(frozen=True)
-class Started:
-    """The request has left the queue."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class HandedOver:
     report: Answer  # without tokens
 
 
-Event = Started | Text | Reasoning | Token | HandedOver | Done | Failed
+Event = Progress | Text | Reasoning | Token | HandedOver | Done | Failed
 OnEvent = Callable[[Event], None]
 Say = Callable[[str], None]  # takes a message for users
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Self
 
 from cacheblend_cli.engine.engine import Request
-from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, Progress, Reasoning, Text
 from cacheblend_cli.server.api_errors import ApiError, server_stopping
 from cacheblend_cli.server.server_state import ServerState
 
@@ -17,13 +17,14 @@ from cacheblend_cli.server.server_state import ServerState
 class RequestEvents:
     """Events of a submitted request. Leaving the context before the last event cancels the request."""
 
-    def __init__(self, state: ServerState, request: Request) -> None:
-        """Raises QueueFull, UsageError."""
+    def __init__(self, state: ServerState, request: Request, *, with_progress: bool = False) -> None:
+        """with_progress: yield Progress, too. Without it, an error before the answer is the first event. Raises
+        QueueFull, UsageError."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
         self._state, self._queue, self._submitted, self._ended = state, queue, time.perf_counter(), False
 
         def put(event: Event) -> None:
-            if not isinstance(event, Started):
+            if with_progress or not isinstance(event, Progress):
                 with suppress(RuntimeError):  # the event loop is already closed
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 

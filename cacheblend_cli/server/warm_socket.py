@@ -30,7 +30,7 @@ from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.sockets import PROTOCOL
-from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
+from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Piece, Progress, SearchParams
 from cacheblend_cli.version import __version__
 
 Record = dict[str, Any]
@@ -83,10 +83,13 @@ class WarmSocket:
         ask = convert(body, AskRequest)
         with self._state.in_progress():
             request = await self._resolved(ask)
-            with RequestEvents(self._state, request) as events:
+            with RequestEvents(self._state, request, with_progress=True) as events:
                 yield {"event": "notes", **to_builtins(Notes(list(request.notes)))}
+                yield {"event": "progress", **to_builtins(request.progress())}
                 async for event in events.events():
-                    if isinstance(event, Text | Reasoning):
+                    if isinstance(event, Progress):
+                        yield {"event": "progress", **to_builtins(event)}
+                    elif isinstance(event, Text | Reasoning):
                         yield {"event": "piece", **to_builtins(Piece(event.text, isinstance(event, Reasoning)))}
                     elif isinstance(event, Done):
                         completed = await self._completed(request, event.answers[0])

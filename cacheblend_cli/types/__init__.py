@@ -22,7 +22,7 @@ from cacheblend_cli.types.answer import (
 )  # fmt: skip
 from cacheblend_cli.types.auto import AutoReport, Decision, Estimate, Speeds, Workload
 from cacheblend_cli.types.blend import BlendParams, parse_checks, parse_layers
-from cacheblend_cli.types.events import EVENTS, AnswerEvent, CompletedAnswer, Notes, Piece
+from cacheblend_cli.types.events import EVENTS, AnswerEvent, CompletedAnswer, Notes, Piece, Progress
 from cacheblend_cli.types.request import (
     EVERYTHING,
     NUM_HITS,
@@ -50,7 +50,7 @@ __all__ = [
     "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NEVER_CHECKED", "NO_RATIO", "NUM_HITS", "PLAIN", "Answer",
     "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse", "Claim", "ClaimKind",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
-    "Notes", "Piece", "PlannedChunk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
+    "Notes", "Piece", "PlannedChunk", "Progress", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
     "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",
     "overridden", "parse_checks", "parse_layers", "sampling_of", "unsupported_line",
 ]  # fmt: skip

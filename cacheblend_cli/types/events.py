@@ -15,6 +15,16 @@ class Notes:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How much of a prompt is computed. The first one says that the request has left the queue."""
+
+    num_filled: int  # leading positions with KV
+    num_tokens: int
+    num_chunks: int
+    is_check: bool = False  # of the full prefill of --verify or --confirm
+
+
+@dataclass(frozen=True)
 class Piece:
     """A piece of the answer, or of the reasoning before it."""
 
@@ -33,6 +43,6 @@ class CompletedAnswer:
     pid: int | None = None  # process id of the engine, None for this process
 
 
-AnswerEvent = Notes | Piece | CompletedAnswer
-EVENTS: dict[str, type[AnswerEvent]] = {"notes": Notes, "piece": Piece, "done": CompletedAnswer}
+AnswerEvent = Notes | Progress | Piece | CompletedAnswer
+EVENTS: dict[str, type[AnswerEvent]] = {"notes": Notes, "progress": Progress, "piece": Piece, "done": CompletedAnswer}
 """Type of an event by its name on the engine's socket."""

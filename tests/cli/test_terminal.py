@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -171,3 +172,17 @@ def test_a_status_does_not_erase_the_beginning_of_an_answer(monkeypatch: pytest.
     output.status("saving")
     assert screen.getvalue().endswith("saving\x1b[0m")
     output.end_status()
+
+
+def test_a_terminal_shows_what_is_computed_before_and_after_the_answer(
+    cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("ask", "who leads?", "--chunks", ",".join(stored), "--max-tokens", "4")
+    assert "reading" not in cli(*asked, "--verify").err  # in a pipe
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    shown = cli(*asked, "--mode", "full", "--verify")
+    before, _, after = shown.err.partition("comparing with a full prefill (")
+    assert f"reading {len(stored)} passages (" in before
+    assert re.search(r"tokens\): \d+%", after)

@@ -16,11 +16,11 @@ from cacheblend_cli.collect import collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState
-from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
 from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
-from cacheblend_cli.types import AskRequest, BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams, Progress
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_job_gets_the_answer_that_ask_gives(stored: StoredEngine, service: Asy
     assert answer.generated_ids == alone.generated_ids
     assert answer.verify is not None
     assert answer.cached_tokens == alone.cached_tokens > 0
-    assert isinstance(listener.events[0], Started)
+    assert isinstance(listener.events[0], Progress)
     assert listener.text() == answer.text == alone.text
 
 
@@ -82,7 +82,7 @@ def test_first_come_first_served_among_equals(stored: StoredEngine, service: Asy
         listener = Listener()
 
         def heard(event: Event, name: str = name, listener: Listener = listener) -> None:
-            if isinstance(event, Started):
+            if isinstance(event, Progress) and event.num_filled == 0:
                 order.append(name)
             listener(event)
 

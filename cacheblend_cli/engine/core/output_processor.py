@@ -28,7 +28,6 @@ from cacheblend_cli.engine.events import (
     Event,
     Failed,
     Reasoning,
-    Started,
     Text,
     Token,
     ignore,
@@ -74,7 +73,7 @@ class OutputProcessor:
         for sequence in step.begin:
             if not sequence.state.begun:
                 sequence.state.begun = True
-                self._emit(sequence.state, Started())
+                self._emit_progress(sequence.state, 0)
         pending, self.pending = self.pending, {}
         drawn = [self._draw(decoded, output) for decoded in output.decoded]
         self.append(pending)  # the host waits for the last step here, and the device computes this one
@@ -111,6 +110,10 @@ class OutputProcessor:
     def _emit(self, state: RequestState, event: Event) -> None:
         self._events.append((state, event))
 
+    def _emit_progress(self, state: RequestState, num_filled: int) -> None:
+        progress = state.request.progress(num_filled, is_check=state.parent is not None)
+        self._emit(state.parent or state, progress)
+
     # prompts
 
     def _take_slice(self, sequence: Sequence, out: PrefillOutput) -> None:
@@ -123,6 +126,7 @@ class OutputProcessor:
             self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
             for hook in state.hooks:
                 hook.on_slice(out)
+            self._emit_progress(state, out.num_filled)
             if out.result is not None:
                 done = PrefillReport(state.request, out.result, out.loader, out.time, prefill.hit_tokens)
                 sequence.stop_prefill()
@@ -309,6 +313,7 @@ class OutputProcessor:
             child.max_new_tokens, child.num_answer_tokens = further.max_new_tokens, further.num_answer_tokens
             child.sequences = [Sequence(child, 0)]
             self._scheduler.add(child)
+            self._emit_progress(child, 0)
 
     def _close(self, sequence: Sequence, early: Early | None = None) -> None:
         """Flush an answer's text. early: reason for ending it before it is complete."""

@@ -14,7 +14,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
-from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
+from cacheblend_cli.types import AskOptions, BlendParams, Progress, SamplingParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
@@ -92,6 +92,9 @@ class Request:
             reuse=self.blend.mode != "full",
             in_order=bool(self.collection.model.spec.recurrent),
         )
+
+    def progress(self, num_filled: int = 0, *, is_check: bool = False) -> Progress:
+        return Progress(num_filled, self.plan.num_tokens, len(self.chunks), is_check)
 
     def without(self, key: bytes, reason: str) -> Request:
         """Return the request without the stored KV under the key and without KV that the tier lost, with a note."""
