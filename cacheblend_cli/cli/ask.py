@@ -80,7 +80,7 @@ class AnswerView:
             streams.end(result.answer)
         self._show(item, result.with_notes(self._notes), {}, since_process_start())
         if not self._json:
-            session.note_default_model()
+            session.note_model()
             session.suggest_check(result.answer)
         session.suggest_background()
 

@@ -18,7 +18,7 @@ from cacheblend_cli.cli.units import parse_age
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
+from cacheblend_cli.model.named import default_model
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.types import (
     EVERYTHING,
@@ -132,10 +132,10 @@ class AskSession:
         if self._local_engine is not None:
             self._local_engine.engine.close()
 
-    def note_default_model(self) -> None:
-        """Say once, on a terminal, that the model used without a setting is a small one."""
-        if not self._resolved.settings.model:
-            self._hint("default model", FALLBACK_NOTE)
+    def note_model(self) -> None:
+        """Say once, on a terminal, which model was used without a setting."""
+        if note := options.model_note(self._resolved):
+            self._hint(note, note)
 
     def suggest_check(self, answer: Answer) -> None:
         """Suggest once for each model, on a terminal, to measure the ratio that was used by default."""

@@ -125,7 +125,7 @@ def _turn(line: str, state: ChatState, session: AskSession, output: Output) -> N
     if cut := cut_note(result.answer):
         output.note(cut)
     show_summary(result, output, seconds)
-    session.note_default_model()
+    session.note_model()
     state.turns.append((line, result.answer.text))
     state.last = result.answer
 

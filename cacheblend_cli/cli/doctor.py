@@ -36,7 +36,7 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         try:
             facts[name] = check(settings)
             if name == "model":
-                options.note_fallback(settings, output, json=json)
+                options.note_model(resolved, output, json=json)
         except Exception as error:
             shown = options.with_origin(error, resolved) if isinstance(error, ModelNotFound) else error
             errors.append(shown)

@@ -19,6 +19,7 @@ from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import OF_THE_STORE, with_model_of_store
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
 from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
 from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, config_files, grouped, of_settings, resolve
@@ -91,6 +92,8 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
         @wraps(command)
         def run(**values: Any) -> T:
             resolved = resolve({name: values.pop(name) for name in flags})
+            if "model" in flags:
+                resolved = with_model_of_store(resolved)
             if resolved.ignored:
                 Output().warn(resolved.ignored_note)
             if "selector" in flags:
@@ -114,7 +117,7 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
 def with_origin(error: ModelNotFound, resolved: Resolved) -> ModelNotFound:
     """Return the error with the file or variable that sets this model, and how to undo that."""
     origin = resolved.origin["model"]
-    if origin in ("flag", "default") or error.name != resolved.settings.model:
+    if origin in ("flag", "default", OF_THE_STORE) or error.name != resolved.settings.model:
         return error
     undo = f"unset {origin}"
     if origin in (files := [str(file) for file in config_files()]):
@@ -238,10 +241,18 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     return engine
 
 
-def note_fallback(settings: Settings, output: Output, *, json: bool) -> None:
-    """Say that the model was chosen by default, and how to get a better one."""
-    if not (settings.model or json):
-        output.note(FALLBACK_NOTE)
+def model_note(resolved: Resolved) -> str:
+    """Say which model was chosen without a setting, and how to choose another; "" if one is set."""
+    name = resolved.settings.model
+    if resolved.origin["model"] == OF_THE_STORE:
+        return f"model: {name}, the last one given to precompute; for all commands: cacheblend config set model {name}"
+    return "" if name else FALLBACK_NOTE
+
+
+def note_model(resolved: Resolved, output: Output, *, json: bool) -> None:
+    """Say which model was chosen without a setting."""
+    if (note := model_note(resolved)) and not json:
+        output.note(note)
 
 
 def _exit_on_lost_rank(output: Output, engine: Engine, error: CacheBlendError) -> NoReturn:

@@ -17,7 +17,7 @@ from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import yes_or_no
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.stores import open_store, remember_model
 from cacheblend_cli.cli.tier import finish, open_tier, share
 from cacheblend_cli.cli.units import counted, format_seconds, format_size, parse_size, size_for
 from cacheblend_cli.cli.watch import remembered_paths, watch_folders
@@ -136,11 +136,13 @@ def precompute(
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
 
-    options.note_fallback(settings, output, json=json)
+    options.note_model(resolved, output, json=json)
     chosen = Paths(paths or (), listed, select, settings.collection)
     if not has_paths:
         chosen = Paths(remembered_paths(engine, settings, output))
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
+    if not dry_run:
+        remember_model(resolved)
     hint = "what was stored is kept; run the command again to continue"
     with nullcontext() if dry_run else on_interrupt(hint):
         with (

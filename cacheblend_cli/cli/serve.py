@@ -166,7 +166,7 @@ def _run(
         warm_socket, public, url = _bind(warm, http, held)
         remote: Decoder | None = extensions.load("decoder", elsewhere)(address) if elsewhere else None
         engine = options.load_engine(settings, output)
-        options.note_fallback(settings, output, json=json)
+        options.note_model(resolved, output, json=json)
         if remote is not None:
             from cacheblend_cli.kv.export import check_exportable
 

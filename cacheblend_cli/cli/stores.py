@@ -1,17 +1,23 @@
-"""Open the store of the settings. Imports neither torch nor numpy."""
+"""Open the store of the settings, and remember its model. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cacheblend_store
 
-from cacheblend_cli import trust
+from cacheblend_cli import trust, user_cache
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Resolved, Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
+
+OF_THE_STORE = "the store"
+"""Origin of a model that no setting names."""
 
 
 def open_store(
@@ -51,3 +57,24 @@ def store_in_use(settings: Settings, *, write: bool = True, create: bool = False
         except cacheblend_store.StorePermission:
             pass
     return open_store(settings, write=False)
+
+
+def with_model_of_store(resolved: Resolved) -> Resolved:
+    """Return the settings; if they name no model, with the one that this user last precomputed with into the store."""
+    name = "" if resolved.settings.model else user_cache.recall(_model_file(resolved.settings))
+    if not name or (os.path.isabs(name) and not os.path.exists(name)):
+        return resolved
+    origin = {**resolved.origin, "model": OF_THE_STORE}
+    return replace(resolved, settings=replace(resolved.settings, model=name), origin=origin)
+
+
+def remember_model(resolved: Resolved) -> None:
+    """Remember a model that was given as a flag. The user's cache has it, not the store, which may come from others."""
+    name = resolved.settings.model
+    if resolved.origin["model"] == "flag":
+        path = Path(name).expanduser()
+        user_cache.keep(_model_file(resolved.settings), os.path.abspath(path) if path.exists() else name)
+
+
+def _model_file(settings: Settings) -> Path:
+    return user_cache.place("models", os.path.realpath(settings.store_path))

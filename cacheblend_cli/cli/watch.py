@@ -32,19 +32,21 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
     Raises NotFoundError if there is none, StoreNotFound without a store.
     """
     from cacheblend_cli.corpus.places import is_within, on_disk
+    from cacheblend_cli.prompt.records import kept_records
 
     with open_store(settings, write=False) as store:
         names = set(engine.roots(store, settings.salt))
+        records = kept_records(store)
         stored = [record.source for record in store.documents()]
     found = {name: path for name in names if (path := on_disk(name)) is not None}
     for name in sorted(names - found.keys()):
         if any(is_within(source, name) for source in stored):
             output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
     if not found:
-        raise NotFoundError(
-            f"the store remembers no folder for {engine.model.name}",
-            "name a folder of documents: cacheblend precompute FOLDER",
-        )
+        hint = "name a folder of documents: cacheblend precompute FOLDER"
+        for other in sorted({record.model_name for record in records.values()} - {engine.model.name}):
+            hint += f"; it has documents for {other}: cacheblend config set model {other} makes that the default"
+        raise NotFoundError(f"the store remembers no folder for {engine.model.name}", hint)
     return sorted(found.values())
 
 

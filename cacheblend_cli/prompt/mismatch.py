@@ -67,7 +67,9 @@ def _differences(
     """
     own = CollectionRecord.of(collection)
     if model_name != own.model_name and (record is None or record.identity != own.identity):
-        return [_Difference("", "", f"--model {model_name}")]
+        return [
+            _Difference("", "", f"--model {model_name} (cacheblend config set model {model_name} makes it the default)")
+        ]
     earlier = _Difference("by an earlier version of cacheblend", "now: precompute replaces them")
     if record is None:
         return [earlier]
