@@ -242,6 +242,8 @@ def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) ->
         work = f"{answer.recomputed_tokens / answer.cached_tokens:.0%} of {counted(answer.cached_tokens, 'cached token')} recomputed"
     if answer.auto:
         work += " by --ratio auto"
+    if answer.prefix_cache_tokens:
+        work += f"; {counted(answer.prefix_cache_tokens, 'token')} were still in memory from an earlier prompt"
     if seconds is None:
         return work
     start = f": {start_s:.1f} s to start, then" if start_s else ","
@@ -249,7 +251,7 @@ def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) ->
 
 
 def detail_line(answer: Answer) -> str:
-    """Return token counts, share of a full prefill's work, and decoding speed."""
+    """Return token counts and decoding speed."""
     tokens = counted(answer.prompt_tokens, "prompt token")
     inexact = answer.cached_tokens - answer.exact_tokens
     if answer.mode == "full" or not answer.cached_tokens:
@@ -259,7 +261,7 @@ def detail_line(answer: Answer) -> str:
     else:
         parts = [
             f"{tokens}, {answer.cached_tokens:,} of them cached: {answer.exact_tokens:,} exact here, {answer.recomputed_tokens:,} of "
-            f"the other {inexact:,} recomputed ({answer.recompute_fraction:.0%} of a full prefill's work)"
+            f"the other {inexact:,} recomputed"
         ]
     t = answer.timing
     if answer.auto:

@@ -195,7 +195,7 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
         return
     referenced = any(s.f1 for s in summaries)
     columns = ["setting"]
-    columns += ["exact", "F1", "NormF1", "95 %", "ROUGE-L"] if referenced else ["F1 to full", "ROUGE-L to full"]
+    columns += ["has answer", "F1", "NormF1", "95 %", "ROUGE-L"] if referenced else ["F1 to full", "ROUGE-L to full"]
     columns += ["same answer", "top-1", "KL", "recomputed", "work", "first token"]
     rows = [_row(s, referenced) for s in summaries]
     show_table(columns, rows, output)
@@ -233,7 +233,7 @@ def _row(s: Summary, referenced: bool) -> list[str]:
     cells = [s.label]
     if referenced:
         interval = f"{s.norm_f1.low:.2f} to {s.norm_f1.high:.2f}" if s.norm_f1 else ""
-        cells += [_share(s.exact_match), _number(s.f1), _number(s.norm_f1), interval, _number(s.rouge_l)]
+        cells += [_share(s.has_answer), _number(s.f1), _number(s.norm_f1), interval, _number(s.rouge_l)]
     else:
         cells += [_number(s.f1_full), _number(s.rouge_full)]
     cells += [_share(s.same_answer), _share(s.top1), f"{s.kl.value:.2g}" if s.kl else ""]

@@ -24,7 +24,7 @@ from cacheblend_cli.evaluation.measures import (
 from cacheblend_cli.evaluation.profile import check_blends
 from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
-from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
+from cacheblend_cli.evaluation.scores import exact_match, f1, has_answer, rouge_l
 from cacheblend_cli.evaluation.settings import FULL, Setting
 from cacheblend_cli.types import AskRequest, AutoReport, BlendParams
 
@@ -221,4 +221,4 @@ def _scores(sample: Sample, text: str) -> dict[str, Any]:
     if not sample.answers:
         return {}
     of = text, sample.answers
-    return {"exact_match": exact_match(*of), "f1": f1(*of), "rouge_l": rouge_l(*of)}
+    return {"exact_match": exact_match(*of), "has_answer": has_answer(*of), "f1": f1(*of), "rouge_l": rouge_l(*of)}

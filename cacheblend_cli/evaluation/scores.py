@@ -1,4 +1,5 @@
-"""Scores of an answer against its references: exact match and F1 with SQuAD's normalisation, and ROUGE-L."""
+"""Scores of an answer against its references: exact match, substring match and F1 with SQuAD's normalisation, and
+ROUGE-L."""
 
 from __future__ import annotations
 
@@ -23,6 +24,11 @@ def normalise(text: str) -> str:
 
 def exact_match(answer: str, references: Sequence[str]) -> bool:
     return any(normalise(answer) == normalise(r) for r in references)
+
+
+def has_answer(answer: str, references: Sequence[str]) -> bool:
+    """Return whether the words of a reference are in the answer in a row (substring exact match)."""
+    return any(f" {normalise(r)} " in f" {normalise(answer)} " for r in references)
 
 
 def f1(answer: str, references: Sequence[str]) -> float:

@@ -22,6 +22,7 @@ class Summary:
     samples: int
     # against the references, None without any
     exact_match: Interval | None
+    has_answer: Interval | None
     f1: Interval | None
     rouge_l: Interval | None
     f1_difference: Interval | None  # to full prefill
@@ -84,6 +85,7 @@ def _summary(
         setting=setting.to_dict(),
         samples=len(records),
         exact_match=of("exact_match"),
+        has_answer=of("has_answer"),
         f1=of("f1"),
         rouge_l=of("rouge_l"),
         f1_difference=None if setting.is_full else against(difference, full),

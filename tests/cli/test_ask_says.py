@@ -260,6 +260,10 @@ def test_the_first_token_is_measured_from_the_loaded_model() -> None:
     work = "first token after 0.90 s; 15% of 2,031 cached tokens recomputed"
     assert summary_line(answer, 5.0, 3.1) == f"5.0 s: 3.1 s to start, then {work}"
     assert summary_line(answer, 3.1) == f"3.1 s, {work}"
+    held = replace(answer, mode="full", cached_tokens=0, prefix_cache_tokens=2192)
+    assert summary_line(held, 3.1).endswith(
+        "full prefill of 2,200 tokens; 2,192 tokens were still in memory from an earlier prompt"
+    )
     assert first_token_line(replace(answer, verify=verified(8.1))).endswith(
         "blended 0.90 s, full prefill 8.10 s (9.0 x)"
     )

@@ -66,7 +66,7 @@ def test_the_table_and_the_layers_are_plain_text_in_a_pipe(cli: Cli, data: str) 
     result = cli("eval", data, "--layers", "--no-noise-floor", *SHORT)
     assert result.code == 0
     lines = result.out.splitlines()
-    assert lines[0].split()[:4] == ["setting", "exact", "F1", "NormF1"]
+    assert lines[0].split()[:5] == ["setting", "has", "answer", "F1", "NormF1"]
     assert [line.split()[0] for line in lines[1:4]] == ["full", "reuse", "query"]
     assert "relative RMSE against full prefill, by layer:" in lines
     assert "\x1b" not in result.out

@@ -8,13 +8,19 @@ import pytest
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation import scores
-from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
+from cacheblend_cli.evaluation.scores import exact_match, f1, has_answer, rouge_l
 
 
 def test_exact_match_ignores_case_articles_and_punctuation() -> None:
     assert exact_match("The  Lantern.", ["lantern"])
     assert not exact_match("Lantern house", ["lantern"])
     assert not exact_match("Lantern", [])
+
+
+def test_a_sentence_has_the_answer_as_whole_words() -> None:
+    assert has_answer("It is the Red Lantern, in Bergen.", ["red lantern"])
+    assert not has_answer("It is the red lanterns.", ["red lantern"])
+    assert not has_answer("Lantern", [])
 
 
 @pytest.mark.parametrize(
