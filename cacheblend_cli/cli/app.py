@@ -33,10 +33,10 @@ COMMANDS = {
 }
 """Command -> (module and function or Typer app, summary). Only the module of the command that runs is imported."""
 _CHECKS = ("doctor", "demo", "bench", "eval")
-_SUBCOMMANDS = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {
-    "pull": "models pull"
-}
-"""Subcommands that users type without their group -> with it."""
+_MEANT = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {
+    "list": "chunks ls", "pull": "models pull", "query": "ask", "ingest": "precompute", "index": "precompute", "add": "precompute",
+}  # fmt: skip
+"""Subcommands without their group, and other tools' names -> command."""
 RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}
 
 
@@ -82,8 +82,8 @@ class _Commands(typer.core.TyperGroup):
             hint = did_you_mean(name, COMMANDS, "cacheblend --help")
             if name in RENAMED:
                 hint = f"it is now: cacheblend {RENAMED[name]}"
-            elif name in _SUBCOMMANDS:
-                hint = f"did you mean {_SUBCOMMANDS[name]}? see: cacheblend --help"
+            elif name in _MEANT:
+                hint = f"did you mean {_MEANT[name]}? see: cacheblend --help"
             raise UsageError(f"no such command: {name}", hint)
         return super().resolve_command(ctx, args)
 

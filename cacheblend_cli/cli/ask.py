@@ -133,6 +133,7 @@ class AnswerView:
 
             page = answer_page(item.question, result.answer, result.tokens)
             write_text(self._html, page, "choose another place for --html")
+            self._output.note(f"wrote {self._html}")
         check = result.answer.confirmation
         self.codes.append(ExitCode.CHANGED if check and not check.confirmed else ExitCode.OK)
 

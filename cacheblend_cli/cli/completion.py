@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from itertools import islice
 from pathlib import Path
 
-from cacheblend_cli.settings import resolve
+import typer
+
+from cacheblend_cli.settings import Settings, resolve
 
 _MOST = 200
+SETTINGS = {field.name: field for field in fields(Settings)}
 
 
 def _quietly(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
@@ -45,6 +49,24 @@ def sources(incomplete: str) -> list[str]:
     with open_store(resolve({}).settings, write=False) as store:
         names = {shown(d.source) for d in store.documents()}
     return sorted(name for name in names if name.startswith(incomplete))
+
+
+def settings(incomplete: str) -> list[str]:
+    return [name for name in SETTINGS if name.startswith(incomplete)]
+
+
+def values_of(name: str) -> Callable[[str], list[str]] | None:
+    """Return the completion of a setting's values, None if they have no names."""
+    if name == "model":
+        return models
+    choices = SETTINGS[name].metadata.get("choices", ())
+    return (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
+
+
+def values(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete the value of `config set KEY VALUE`."""
+    complete = values_of(str(ctx.params.get("key", "")).replace("-", "_"))
+    return [] if complete is None else complete(incomplete)
 
 
 @_quietly

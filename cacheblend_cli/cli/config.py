@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from cacheblend_cli import trust
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change settings.")
 
 
-Key = Annotated[str, Argument(help="Name of a setting (see config show).")]
+Key = Annotated[str, Argument(help="Name of a setting (see config show).", autocompletion=completion.settings)]
 User = Annotated[bool, Option("--user", help="Edit the user's file, which applies in all folders.")]
 Project = Annotated[
     bool, Option("--project", help="Edit the project's file; outside a project, create it in this folder.")
@@ -92,7 +92,9 @@ def init(user: User = False, force: bool = Option(False, "--force", help="Overwr
 @app.command("set")
 def set_(
     key: Key,
-    values: list[str] = Argument(help="Value; template-var takes several.", metavar="VALUE..."),
+    values: list[str] = Argument(
+        help="Value; template-var takes several.", metavar="VALUE...", autocompletion=completion.values
+    ),
     user: User = False,
     project: Project = False,
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from typer import Option
+from typer import Exit, Option
 
 from cacheblend_cli.cli.inputs import yes_or_no
 from cacheblend_cli.cli.output import Output
@@ -22,7 +22,7 @@ _LEAST_BYTES = 1 << 20  # less free space in the file is not worth a note
 
 
 def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifest], *, yes: bool) -> None:
-    """Ask before more than one document is deleted. Raises UsageError if stdin is not a terminal, or for a no."""
+    """Ask before more than one document is deleted. Raises UsageError if stdin is not a terminal; Exit for a no."""
     if yes or num_documents < 2:
         return
     stored = [m for m in manifests if m.has_kv]
@@ -34,7 +34,8 @@ def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifes
     what = ", ".join(amounts)
     unasked = f"nothing was deleted: {what} would be deleted, and there is no terminal for a confirmation"
     if not yes_or_no(f"delete {what}?", output, UsageError(unasked, "add --yes")):
-        raise UsageError("nothing was deleted")
+        output.note("nothing was deleted")
+        raise Exit()
 
 
 def free_bytes(store: ChunkStore) -> int:

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
@@ -149,17 +148,16 @@ def engine_flags(resolved: Resolved) -> list[str]:
 
 
 _RESULTS: dict[str, Callable[[Resolved], Any]] = {"settings": lambda r: r.settings, "resolved": lambda r: r}
-_FIELDS = {f.name: f for f in fields(Settings)}
 _KINDS = get_type_hints(Settings)
 
 
 def _flag(name: str, help_text: str | None) -> Any:
     """Return the annotation of a setting's flag. A value of None means that the flag was not given."""
-    metadata, kind = _FIELDS[name].metadata, _KINDS[name]
+    metadata, kind = completion.SETTINGS[name].metadata, _KINDS[name]
     number_or_word = kind in (float | str, int | str)
     if get_origin(kind) is tuple:
         kind = list[str]
-    shown, default = metadata["shown"], _FIELDS[name].default
+    shown, default = metadata["shown"], completion.SETTINGS[name].default
     if shown is True:  # show a default unless it is empty or off
         empty = default in ("", None, ()) or default is False
         shown = False if empty else f"{default:g}" if isinstance(default, float) else str(default)
@@ -171,7 +169,7 @@ def _flag(name: str, help_text: str | None) -> Any:
             show_default=shown,
             metavar=("N|WORD" if kind == int | str else "X|WORD") if number_or_word else None,
             rich_help_panel=PANEL_OF.get(name),
-            autocompletion=completion.models if name == "model" else None,
+            autocompletion=completion.values_of(name),
         ),
     ]
 

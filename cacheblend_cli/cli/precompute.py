@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cacheblend_store
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from cacheblend_cli import extensions
 from cacheblend_cli.cli import folders, options
@@ -282,7 +282,8 @@ class _View:
         self._bar_name = ""
 
     def confirm(self, difference: Difference, *, yes: bool) -> bool:
-        """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal."""
+        """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal; Exit
+        for a no."""
         self.close()
         for change in _changes(difference):
             self.output.warn(change)
@@ -292,7 +293,10 @@ class _View:
             return True
         unasked = f"documents are stored with other settings: {cost}"
         hint = "--yes to continue, --dry-run for details"
-        return yes_or_no(f"{cost}. Continue?", self.output, UsageError(unasked, hint))
+        if not yes_or_no(f"{cost}. Continue?", self.output, UsageError(unasked, hint)):
+            self.output.note("nothing was computed; without the flag, documents are cut and collected as before")
+            raise Exit()
+        return True
 
     def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
         """Show the result of storing in `place`. Raises UsageError for named files that were skipped, and if no

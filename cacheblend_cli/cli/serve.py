@@ -140,13 +140,18 @@ def _run(
 ) -> None:
     check_installed()
     from cacheblend_cli.server.auth import LOOPBACK, read_origins
+    from cacheblend_cli.server.background import ask_status
     from cacheblend_cli.server.tenants import Keyring, read_keys
+    from cacheblend_cli.sockets import socket_of
 
     settings, (elsewhere, _, address) = resolved.settings, http.decoder.partition(":")
     if elsewhere:
         extensions.find("decoder", elsewhere)
     origins, keyring = read_origins(settings.allow_origin), Keyring(read_keys(keys, key_file), settings.salt)
     _check_access(http, keyring, origins, output)
+    if (reply := ask_status(warm := socket_of(settings))) is not None:
+        there = f"an engine with these settings already runs at {reply['url']} (process {reply['pid']})"
+        raise UsageError(there, "use it, or end it: cacheblend serve --stop")
     read_ahead(settings)
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.events import Limits
@@ -155,14 +160,12 @@ def _run(
     from cacheblend_cli.server.http_server import Server
     from cacheblend_cli.server.server_state import ServerState
     from cacheblend_cli.server.warm_socket import WarmSocket
-    from cacheblend_cli.sockets import socket_of
     from cacheblend_cli.types import model_sampled, sampling_of
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     sampling = sampling_of(settings)
     with _opened(settings, output) as store, ExitStack() as held:
         share(store, settings, output, strict=True)
-        warm = socket_of(settings)
         warm_socket, public, url = _bind(warm, http, held)
         remote: Decoder | None = extensions.load("decoder", elsewhere)(address) if elsewhere else None
         engine = options.load_engine(settings, output)

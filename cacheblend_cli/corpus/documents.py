@@ -284,7 +284,8 @@ def check_paths(paths: Sequence[str]) -> None:
     """Raise NotFoundError for the first missing path."""
     for name in paths:
         if name != STDIN and not os.path.lexists(name):
-            raise NotFoundError(f"no such file or directory: {name}", "check the path")
+            hint = "download it first: addresses are not read" if "://" in name else "check the path"
+            raise NotFoundError(f"no such file or directory: {name}", hint)
 
 
 def convert_bytes(source: str, file_name: str, data: bytes, cancellation: Cancellation | None = None) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -107,6 +108,38 @@ def test_ids_documents_and_models_are_completed(cli: Cli, stored: list[str]) -> 
     assert completion.chunk_ids(f"{stored[0]},{stored[1][:3]}")[0].startswith(f"{stored[0]},{stored[1][:3]}")
     assert completion.sources("docs/a") == ["docs/alpha.md"]
     assert "handbook" in completion.models("hand")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("ask --mode b", ["blend"]),
+        ("search x --search m", ["meaning"]),
+        ("config set max_t", ["max_tokens"]),
+        ("config set kv-dtype exa", ["exact"]),
+        ("config set ratio ", []),
+    ],
+)
+def test_settings_are_completed(words: str, completed: list[str]) -> None:
+    """By the variables of a shell."""
+    count = len(f"{words}.".split())
+    env = os.environ | {
+        "_CACHEBLEND_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"cacheblend {words}",
+        "COMP_CWORD": str(count),
+    }
+    code = "from cacheblend_cli.cli.app import app; app(prog_name='cacheblend')"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == completed
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"), [(("ingest", "docs"), "precompute"), (("query", "who?"), "ask"), (("list",), "chunks ls")]
+)
+def test_names_of_other_tools_are_guessed(cli: Cli, words: tuple[str, ...], hint: str) -> None:
+    result = cli(*words)
+    assert result.code == 2
+    assert f"did you mean {hint}?" in result.err
 
 
 def test_completion_without_a_store_is_silent(cli: Cli) -> None:

@@ -40,7 +40,8 @@ def show_batch(cli: Cli, asked: tuple[str, ...]) -> str:
 
 
 def show_html(cli: Cli, asked: tuple[str, ...]) -> str:
-    shown = cli("ask", QUESTION, *asked, "--html", "answer.html").out
+    shown, err = cli("ask", QUESTION, *asked, "--html", "answer.html")[1:]
+    assert "wrote answer.html" in err
     found = re.search(r'<div class="answer">(.*?)</div>', Path("answer.html").read_text(encoding="utf-8"), re.DOTALL)
     assert found
     assert found[1] == shown.strip()

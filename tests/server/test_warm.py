@@ -50,6 +50,12 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
     assert server.state.engine.service.stats().finished == (0 if "--dry-run" in flags else 2)
 
 
+def test_a_second_server_names_the_first_one(cli: Cli, server: Any) -> None:
+    result = cli("serve")
+    assert result.code == 2
+    assert server.url.removesuffix("/v1") in result.err
+
+
 def test_a_piped_document_is_sent_along(cli: Cli, server: Any) -> None:
     asked = ("ask", "who keeps the harbor?", "--json", "--ids")
     warm, cold = cli(*asked, stdin="Jonas keeps it.\n"), cli(*asked, "--local", stdin="Jonas keeps it.\n")
