@@ -79,10 +79,14 @@ def make_server(api: Api, *, lists_documents: Callable[[], bool] = lambda: True)
         logging.root.addHandler(logging.lastResort)  # without a handler the SDK configures the root logger
     server = _Server(api, lists_documents)
     tools = Tools(api)
-    server.add_tool(tools.search, title="Search documents", annotations=_READS)
-    server.add_tool(tools.ask, title="Ask over documents", annotations=_READS)
-    server.add_tool(tools.add_document, title="Add a document", annotations=_ADDS)
-    server.add_tool(tools.list_documents, title="List documents", annotations=_READS)
+    for tool, title, effects in (
+        (tools.search, "Search documents", _READS),
+        (tools.ask, "Ask over documents", _READS),
+        (tools.add_document, "Add a document", _ADDS),
+        (tools.list_documents, "List documents", _READS),
+    ):
+        description = " ".join((tool.__doc__ or "").split())  # without the source's line breaks
+        server.add_tool(tool, title=title, description=description, annotations=effects)
     # an id is a name in the store, never a path
     security = ResourceSecurity(exempt_params={"id"})
     server.resource(f"{_DOCUMENT}{{id}}", name="document", description="Text of a stored document.", security=security)(

@@ -68,6 +68,7 @@ def over_http(server: Any, key: str = "") -> Any:
 async def every_tool(client: Any) -> None:
     tools = {tool.name: tool for tool in (await client.list_tools()).tools}
     assert set(tools) == {"search", "ask", "add_document", "list_documents"}
+    assert all(tool.description == " ".join(tool.description.split()) for tool in tools.values())
     assert tools["search"].annotations.read_only_hint
     assert not tools["add_document"].annotations.read_only_hint
 

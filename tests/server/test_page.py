@@ -301,7 +301,7 @@ def test_answers_are_stopped_and_made_again(server: Any, page: Page, monkeypatch
     stopped, step, steps = threading.Event(), EngineCore.step, itertools.count()
 
     def held_after_some_tokens(core: EngineCore) -> Any:
-        if next(steps) > 12:  # an answer that ends by itself could not be stopped
+        if next(steps) > 30:  # an answer that ends by itself could not be stopped
             stopped.wait(60)
         return step(core)
 
@@ -379,6 +379,29 @@ def test_a_question_that_finds_nothing_is_answered_without_documents(server: Any
     page.until("document.querySelector('.answer > .said')?.textContent && document.getElementById('stop').hidden")
     plain = server.ask("", messages=[{"role": "user", "content": "zebra"}], max_tokens=8).json()
     assert text_of(page, ".answer > .said") == plain["choices"][0]["message"]["content"]
+
+
+def test_a_document_of_the_list_is_opened_with_the_keyboard_again_and_again(page: Page) -> None:
+    page.js("document.querySelector('#documents a').focus()")
+    for _ in range(2):
+        page.press("Enter")
+        page.until("document.querySelectorAll('#passage-text .current').length")
+        assert text_of(page, "#passage-text").strip() == PAGES[text_of(page, "#documents a").split("|")[0]]
+        page.press("Escape")
+        page.until("!document.getElementById('passage').open")
+
+
+def test_many_documents_are_filtered_by_title(server: Any, page: Page) -> None:
+    assert page.js("document.getElementById('filter').hidden")
+    for number in range(8):
+        assert server.client.put(f"/v1/documents/Log {number}", json={"text": f"day {number}"}).status_code == 201
+    page.reload()
+    page.until("document.querySelectorAll('#documents li').length === 10")
+    page.js("document.getElementById('filter').focus()")
+    page.type("log 3")
+    shown = "[...document.querySelectorAll('#documents li')].filter(e => e.checkVisibility()).map(e => e.textContent)"
+    page.until(f"{shown}.length === 1")
+    assert page.js(shown)[0].startswith("Log 3")
 
 
 def test_themes(page: Page) -> None:

@@ -9,6 +9,7 @@ let paths = new Map(); // of documents that have the title of another, by id
 
 export let count = 0;
 const NAMED = 3; // omissions to show at once
+const FILTERED = 8; // documents from which a filter is shown
 
 /** The omissions of a document, in a line; "" if there are none. */
 export function leftOut(omissions) {
@@ -28,7 +29,15 @@ export async function showDocuments() {
   at("files").accept = suffixes.join(",");
   at("kinds").textContent = kinds(suffixes);
   at("documents").replaceChildren(...data.map(item));
+  at("filter").hidden = count < FILTERED;
+  filter();
   at("documents").dispatchEvent(new Event("change"));
+}
+
+/** Hide the documents whose title lacks the filter's text. */
+function filter() {
+  const wanted = at("filter").hidden ? "" : at("filter").value.trim().toLowerCase();
+  for (const row of at("documents").children) row.hidden = !row.querySelector(".name").title.toLowerCase().includes(wanted);
 }
 
 function kinds(suffixes) {
@@ -40,7 +49,7 @@ function kinds(suffixes) {
 
 function item(about) {
   const title = about.path ?? about.title;
-  const name = el("span", { className: "name", title }, title);
+  const name = el("a", { className: "name", title, href: `#${encodeURIComponent(title)}/${about.chunks[0]}` }, title);
   const row = el("li", {}, name, el("span", { className: "quiet small" }, plural(about.chunks.length, "chunk")));
   const omitted = omissions(about.omissions);
   if (about.object === "document") { // files were precomputed on the server's machine and are deleted there
@@ -127,6 +136,7 @@ function check(file) {
 }
 
 export function watchDocuments() {
+  at("filter").addEventListener("input", filter);
   at("choose").addEventListener("click", () => at("files").click());
   at("files").addEventListener("change", () => {
     addFiles([...at("files").files]);

@@ -66,7 +66,7 @@ function showThread() {
 function showEmpty() {
   at("empty").hidden = current.turns.length > 0 || running !== null;
   at("empty").replaceChildren(...(count
-    ? [`Ask a question over ${plural(count, "document")}. Their stored KV is loaded and repaired, not computed again.`]
+    ? [`Ask a question about ${plural(count, "document")}. Each answer names its sources.`]
     : ["No documents are stored yet. Drop files on this page, then ask.", button("Add files", () => at("choose").click())]));
 }
 

@@ -65,7 +65,8 @@ export function watchTheme() {
   const show = (theme) => {
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
-    at("theme").replaceChildren(el("span", { className: "wide" }, "Theme: "), theme);
+    const short = theme === "system" ? "Theme" : theme;
+    at("theme").replaceChildren(el("span", { className: "wide" }, `Theme: ${theme}`), el("span", { className: "narrow" }, short));
     at("theme").setAttribute("aria-label", `Theme: ${theme}`);
   };
   let theme = THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "system";
