@@ -33,7 +33,7 @@ from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unw
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.version import __version__
 
-READ_VERSION = 4
+READ_VERSION = 5
 """Increase this when the same file gives a different text or other omissions: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
 _LIBRARIES = ("selectolax", "pypdfium2", "python-calamine", "defusedxml")

@@ -12,7 +12,7 @@ import pytest
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.pdf.line_order import arranged
-from cacheblend_cli.corpus.converters.pdf.lines import lines_of
+from cacheblend_cli.corpus.converters.pdf.lines import has_right_to_left, lines_of
 from cacheblend_cli.corpus.layout import Converted
 
 
@@ -298,6 +298,59 @@ def test_text_from_right_to_left_is_not_reversed() -> None:
     """Drawn from the left, as all text is: the last character first."""
     drawn = " ".join(HEBREW)[::-1]
     assert in_unicode(shown("F2", drawn, 72, 700)) == " ".join(HEBREW)
+
+
+JOINED = {"\ufecb": "ع", "\ufed8": "ق", "\ufeaa": "د", "\ufef9": "لإ", "\ufea9": "دَ"}
+"""Presentation forms, beside which browsers write their letters."""
+
+
+def codes_of(text: str) -> dict[str, bytes]:
+    return {character: b"%02x" % (33 + n) for n, character in enumerate(sorted(set(text)))}
+
+
+def converted_with(content: bytes, codes: dict[str, bytes]) -> Converted:
+    return convert(pdfs.pages(content, **pdfs.drawn_font({code: character for character, code in codes.items()})))
+
+
+def printed(*words: str) -> str:
+    """Return the text of a line of words, drawn as browsers do: from the left, with spans of letters."""
+    line, left = b"", 72.0
+    codes = codes_of("".join(words))
+    for word in words:
+        shown = b"/ReversedChars BMC " * has_right_to_left(word)
+        for character in word:
+            letters = JOINED.get(character, "").encode("utf-16-be").hex().encode()
+            span = b"/Span << /ActualText <feff%s> >> BDC <%s> Tj EMC " if letters else b"%s<%s> Tj "
+            shown += span % (letters, codes[character])
+        line += b"BT /F2 12 Tf 1 0 0 1 %.2f 700 Tm %s ET\n" % (left, shown + b"EMC" * has_right_to_left(word))
+        left += 6 * len(word) + 4
+    return converted_with(line, codes).text.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("\ufeaa\ufed8", "15", "\ufeaa\ufed8\ufecb"), "عقد 15 قد"),
+        (("ر\ufef9و", "2025", "\ufeaa\ufed8\ufecb"), "عقد 2025 ولإر"),
+        (("3.5%", "Pay", "Pal", "םלוע", "4,350", "םולש"), "שלום 4,350 עולם Pay Pal 3.5%"),
+        (("ר", "(\ufeaa\ufed8\ufecb)"), "(عقد) ר"),
+        (("\ufea9\ufed8\ufecb",), "عقدَ"),
+        (("The", "\ufed8\ufecb", "\ufeaa", "title"), "The د عق title"),
+    ],
+)
+def test_lines_from_right_to_left_are_read_by_place(words: tuple[str, ...], expected: str) -> None:
+    assert printed(*words) == expected
+
+
+def test_letters_on_a_slope_are_reported() -> None:
+    """Words of Nastaliq go downwards and overlap: where they end is not known."""
+    codes = codes_of("ابت")
+    places = ((character, 132 - 6 * n, 700 - n % 5) for n, character in enumerate("ابتبتاباتب"))
+    drawn = b"".join(b"BT /F2 12 Tf 1 0 0 1 %d %d Tm <%s> Tj ET\n" % (x, y, codes[c]) for c, x, y in places)
+    found = converted_with(drawn, codes)
+    assert found.text == "ابتبتاباتب\n\n"
+    [omission] = found.layout.omissions
+    assert omission.startswith("page 1: blanks between words")
 
 
 def test_vertical_lines_keep_their_order() -> None:

@@ -7,14 +7,18 @@ reads like words. Private, unassigned and control characters are left out.
 
 from __future__ import annotations
 
+import ctypes
 import unicodedata
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 from pypdfium2 import PdfPage, raw
 
-from cacheblend_cli.corpus.converters.pdf.lines import LINE_ENDS, Box, turned
+from cacheblend_cli.corpus.converters.pdf.lines import LINE_ENDS, Box, has_right_to_left, turned
+from cacheblend_cli.corpus.converters.pdf.right_to_left import in_reading_order
 from cacheblend_cli.corpus.converters.symbols import BULLETS
 
 _UNKNOWN = frozenset(("Cc", "Cn", "Co"))  # categories: control, unassigned, private
@@ -30,8 +34,18 @@ _SCRIPTS = (
 )
 
 
-def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
-    """Return the characters of a page, their boxes, and the number of characters left out."""
+@dataclass(frozen=True, slots=True)
+class PageCharacters:
+    """Characters of a page and their boxes."""
+
+    text: str
+    boxes: Sequence[Box]
+    num_unknown: int  # characters left out
+    num_sloping: int = 0  # letters on sloping lines, which may lack blanks
+
+
+def page_characters(page: PdfPage) -> PageCharacters:
+    """Return the characters of a page that are known."""
     text_page = page.get_textpage()
     count, handle = text_page.count_chars(), text_page.raw
     places = (raw.FS_RECTF * max(count, 1))()
@@ -39,13 +53,26 @@ def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
         raw.FPDFText_GetLooseCharBox(handle, index, places[index])
     characters = "".join([chr(raw.FPDFText_GetUnicode(handle, n)) for n in range(count)]).translate(BULLETS)
     unmapped = [raw.FPDFText_HasUnicodeMapError(handle, n) == 1 for n in range(count)]
+    pens = list(_pens(handle, count)) if has_right_to_left(characters) else []
     text_page.close()
     numbers = array("f", bytes(places))[: 4 * count]
     boxes: list[Box] = list(zip(numbers[::4], numbers[3::4], numbers[2::4], numbers[1::4], strict=True))
-    boxes = turned(boxes, page.get_rotation())
+    boxes, pens = turned(boxes, page.get_rotation()), turned(pens, page.get_rotation())
     garbage = any(unmapped) and not _reads_like_words("".join(compress(characters, unmapped)))
     known = [not _is_unknown(c) and not (garbage and bad) for c, bad in zip(characters, unmapped, strict=True)]
-    return "".join(compress(characters, known)), list(compress(boxes, known)), known.count(False)
+    text, boxes = "".join(compress(characters, known)), list(compress(boxes, known))
+    num_sloping = 0
+    if has_right_to_left(text):
+        text, boxes, num_sloping = in_reading_order(text, boxes, list(compress(pens, known)))
+    return PageCharacters(text, boxes, known.count(False), num_sloping)
+
+
+def _pens(text_page: Any, count: int) -> Iterator[Box]:
+    """Yield the place of the pen before each character."""
+    x, y = ctypes.c_double(), ctypes.c_double()
+    for index in range(count):
+        raw.FPDFText_GetCharOrigin(text_page, index, x, y)
+        yield x.value, y.value, x.value, y.value
 
 
 def _is_unknown(character: str) -> bool:

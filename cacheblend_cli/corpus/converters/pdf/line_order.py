@@ -11,11 +11,11 @@ column, have several words, mostly of letters, and begin with a lower-case lette
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from cacheblend_cli.corpus.converters.pdf.lines import HYPHEN, PIECE_GAP, Piece, Row
+from cacheblend_cli.corpus.converters.pdf.right_to_left import runs_left
 
 _COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
 _ROWS_MIN = 3  # rows with text on both sides of a gutter
@@ -134,9 +134,7 @@ def _goes_on(column: list[Row]) -> bool:
 
 
 def _runs_left(row: Iterable[Piece]) -> bool:
-    """Return whether most letters are of a script that runs from right to left."""
-    kinds = [unicodedata.bidirectional(c) for piece in row for c in piece.text[:20]]
-    return sum(kind in ("R", "AL") for kind in kinds) > kinds.count("L")
+    return runs_left(character for piece in row for character in piece.text[:20])
 
 
 def dehyphenated(lines: Iterable[str]) -> str:

@@ -79,8 +79,9 @@ def _pieces(characters: str, boxes: Sequence[Box]) -> Iterator[Piece]:
     blank = _WORD_GAP * height + spacing
     start = shown[0]
     text = [characters[start]]
+    has_blanks = has_right_to_left(characters)  # see `right_to_left`
     for (before, index), gap in zip(pairs, gaps, strict=True):
-        is_apart = _may_be_apart(characters[before], characters[index])
+        is_apart = not has_blanks and _may_be_apart(characters[before], characters[index])
         if gap > PIECE_GAP * height > 0 and not axis and is_apart:
             yield _piece(text, boxes[start : before + 1], axis)
             start, text = index, []
@@ -122,18 +123,14 @@ def _size(box: Box, axis: int) -> float:
 
 
 def _gap(a: Box, b: Box, axis: int) -> float:
-    """Return the space between two boxes, negative if they overlap. b may be on either side: some scripts run left."""
+    """Return the space between two boxes, negative if they overlap. b may be on either side."""
     return max(b[axis] - a[axis + 2], a[axis] - b[axis + 2])
 
 
 def _may_be_apart(a: str, b: str) -> bool:
-    """Return whether a gap between two characters is one between words: not in scripts without blanks, nor where the
-    direction of writing changes, so that the next character stands elsewhere."""
-    if a < "\u0590" and b < "\u0590":
-        return True
-    is_wide = all(unicodedata.east_asian_width(c) in "WF" for c in (a, b))
-    return not is_wide and _is_from_right(a) == _is_from_right(b)
+    """Return whether a gap between two characters is one between words: not in scripts without blanks."""
+    return a < "\u0590" or b < "\u0590" or not all(unicodedata.east_asian_width(c) in "WF" for c in (a, b))
 
 
-def _is_from_right(character: str) -> bool:
-    return unicodedata.bidirectional(character) in ("R", "AL")
+def has_right_to_left(text: str) -> bool:
+    return any(c >= "\u0590" and unicodedata.bidirectional(c) in ("R", "AL") for c in text)

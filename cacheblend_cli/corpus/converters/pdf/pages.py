@@ -23,6 +23,8 @@ _RANGES = 12  # ranges of page numbers to name
 _SCANNED = "may be scanned (run: ocrmypdf in.pdf out.pdf)"
 _UNMAPPED = "fonts that do not say which characters they show (run: ocrmypdf --force-ocr in.pdf out.pdf)"
 
+_SLOPING = "blanks between words in sloping letters (Nastaliq)"
+
 _NO_TITLE = re.compile(
     r"\(?(untitled|anonymous|none|title|document|presentation|powerpoint presentation)\)?( document)?"
     r"|microsoft word - (document|dokument)\d*",
@@ -62,7 +64,7 @@ class _Pages:
         self._document = document
         self._others = Omissions()
         self._blank = BlankPages(document)
-        self._damaged, self._empty, self._scanned, self._unmapped = [list[int]() for _ in range(4)]
+        self._damaged, self._empty, self._scanned, self._unmapped, self._sloping = [list[int]() for _ in range(5)]
 
     def texts(self) -> Iterator[str]:
         """Yield the text of each page, "" if it has none."""
@@ -86,14 +88,17 @@ class _Pages:
                 page.close()
 
     def _text(self, page: PdfPage, number: int) -> str:
-        characters, boxes, num_unknown = page_characters(page)
-        lines = list(lines_of(characters, boxes))
+        characters = page_characters(page)
+        num_unknown = characters.num_unknown
+        lines = list(lines_of(characters.text, characters.boxes))
         annotations = annotations_of(self._document, page)
         annotations.fill(lines)
         if annotations.num_left:
             self._others.add("annotation", f"page {number}", count=annotations.num_left)
         text = "\n\n".join(filter(None, (dehyphenated(arranged(lines)), *annotations.comments)))
-        if num_unknown >= _UNKNOWN_MIN and num_unknown < _FEW * len(characters):
+        if characters.num_sloping:
+            self._sloping.append(number)
+        if num_unknown >= _UNKNOWN_MIN and num_unknown < _FEW * len(characters.text):
             self._others.add("unreadable character", f"page {number}", count=num_unknown)
         elif num_unknown >= _UNKNOWN_MIN:
             self._unmapped.append(number)
@@ -127,6 +132,8 @@ class _Pages:
             yield f"{_numbers(self._scanned)}: no text; {_SCANNED}"
         if self._unmapped:
             yield f"{_numbers(self._unmapped)}: text in {_UNMAPPED}"
+        if self._sloping:
+            yield f"{_numbers(self._sloping)}: {_SLOPING}"
         yield from self._others
 
 
