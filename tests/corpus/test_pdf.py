@@ -75,6 +75,27 @@ def test_hyphens_at_line_ends(lines: tuple[str, ...], expected: str) -> None:
     assert text_of(pdfs.side_by_side(*((line,) for line in lines))) == expected
 
 
+@pytest.mark.parametrize(
+    ("before", "raised", "after", "expected"),
+    [
+        ("3.5 \\327 10", "6", " cells", "3.5 × 10^6 cells"),
+        ("8 m", "3", "/s", "8 m^3/s"),
+        ("The fee is 45", "2", " euros", "The fee is 45^2 euros"),
+        ("x", "n+1", ".", "x^(n+1)."),
+        ("The 5", "th", " year", "The 5th year"),
+        ("", "1", " A footnote", "1 A footnote"),
+        ("Chapter ", "and verse", "", "Chapter and verse"),
+    ],
+)  # fmt: skip
+def test_superscripts(before: str, raised: str, after: str, expected: str) -> None:
+    line = f"BT /F1 12 Tf 72 700 Td ({before}) Tj /F1 8 Tf 4 Ts ({raised}) Tj /F1 12 Tf 0 Ts ({after}) Tj ET"
+    assert text_of(line) == expected
+
+
+def test_small_letters_on_the_same_baseline_are_no_superscript() -> None:
+    assert text_of("BT /F1 14 Tf 72 700 Td (C) Tj /F1 9 Tf (HAPTER) Tj /F1 14 Tf ( 10) Tj ET") == "CHAPTER 10"
+
+
 PROSE = (
     ("The left column tells", "The right column says"),
     ("that parking costs 45", "that bicycles are free"),

@@ -18,6 +18,7 @@ from typing import Any
 from pypdfium2 import PdfPage, raw
 
 from cacheblend_cli.corpus.converters.pdf.lines import LINE_ENDS, Box, has_right_to_left, turned
+from cacheblend_cli.corpus.converters.pdf.raised import Glyphs
 from cacheblend_cli.corpus.converters.pdf.right_to_left import in_reading_order
 from cacheblend_cli.corpus.converters.symbols import BULLETS
 
@@ -53,18 +54,19 @@ def page_characters(page: PdfPage) -> PageCharacters:
         raw.FPDFText_GetLooseCharBox(handle, index, places[index])
     characters = "".join([chr(raw.FPDFText_GetUnicode(handle, n)) for n in range(count)]).translate(BULLETS)
     unmapped = [raw.FPDFText_HasUnicodeMapError(handle, n) == 1 for n in range(count)]
-    pens = list(_pens(handle, count)) if has_right_to_left(characters) else []
+    pens = list(_pens(handle, count))
     text_page.close()
     numbers = array("f", bytes(places))[: 4 * count]
     boxes: list[Box] = list(zip(numbers[::4], numbers[3::4], numbers[2::4], numbers[1::4], strict=True))
     boxes, pens = turned(boxes, page.get_rotation()), turned(pens, page.get_rotation())
     garbage = any(unmapped) and not _reads_like_words("".join(compress(characters, unmapped)))
     known = [not _is_unknown(c) and not (garbage and bad) for c, bad in zip(characters, unmapped, strict=True)]
-    text, boxes = "".join(compress(characters, known)), list(compress(boxes, known))
-    num_sloping = 0
+    text = "".join(compress(characters, known))
+    glyphs = Glyphs(text, list(compress(boxes, known)), list(compress(pens, known))).with_superscripts()
     if has_right_to_left(text):
-        text, boxes, num_sloping = in_reading_order(text, boxes, list(compress(pens, known)))
-    return PageCharacters(text, boxes, known.count(False), num_sloping)
+        text, boxes, num_sloping = in_reading_order(glyphs.text, glyphs.boxes, glyphs.pens)
+        return PageCharacters(text, boxes, known.count(False), num_sloping)
+    return PageCharacters(glyphs.text, glyphs.boxes, known.count(False))
 
 
 def _pens(text_page: Any, count: int) -> Iterator[Box]:
