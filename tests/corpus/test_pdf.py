@@ -69,16 +69,27 @@ def test_fake_bold_is_read_once() -> None:
         (("Jean-", "Luc"), "Jean-\nLuc"),
         (("1990-", "2000"), "1990-\n2000"),
         (("hy\xad", "phens"), "hyphens"),
+        (("the self-", "employed"), "the self-employed"),
+        (("a Self-", "employed one"), "a Self-employed one"),
+        (("fine-tuning and fine-", "tuning of fine-", "ry"), "fine-tuning and fine-tuning of finery"),
+        (("email, e-mail, email, e-", "mail"), "email, e-mail, email, email"),
+        (("end-of-", "life of end-of-life end-", "of-life"), "end-of-life of end-of-life end-of-life"),
     ],
 )
 def test_hyphens_at_line_ends(lines: tuple[str, ...], expected: str) -> None:
     assert text_of(pdfs.side_by_side(*((line,) for line in lines))) == expected
 
 
+def test_a_word_of_another_page_tells_what_its_hyphen_is() -> None:
+    cut = pdfs.side_by_side(("a long-",), ("term plan",))
+    assert convert(pdfs.pages(cut, pdfs.text_at(72, 700, "Long-term"))).text == "a long-term plan\n\nLong-term\n\n"
+    assert convert(pdfs.pages(cut)).text == "a longterm plan\n\n"
+
+
 @pytest.mark.parametrize(
     ("before", "raised", "after", "expected"),
     [
-        ("3.5 \\327 10", "6", " cells", "3.5 × 10^6 cells"),
+        ("3.5 \\327 10", "6", " cells", "3.5 \xd7 10^6 cells"),
         ("8 m", "3", "/s", "8 m^3/s"),
         ("The fee is 45", "2", " euros", "The fee is 45^2 euros"),
         ("x", "n+1", ".", "x^(n+1)."),

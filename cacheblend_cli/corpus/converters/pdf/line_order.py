@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from cacheblend_cli.corpus.converters.pdf.lines import HYPHEN, PIECE_GAP, Piece, Row
+from cacheblend_cli.corpus.converters.pdf.lines import PIECE_GAP, Piece, Row
 from cacheblend_cli.corpus.converters.pdf.right_to_left import runs_left
 
 _COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
@@ -24,7 +24,6 @@ _LETTERS_SHARE = 0.85  # letters of a text; figures and code have fewer
 _FILLED = 0.7  # width of a line that fills its column
 _FILLED_SHARE = 0.5  # share of lines that fill their column
 _GOES_ON_SHARE = 1 / 3  # share of lines that begin with a lower-case letter
-_HYPHENS = "-\u00ad\u2010" + HYPHEN
 
 
 def arranged(lines: Iterable[Row]) -> Iterator[str]:
@@ -135,18 +134,3 @@ def _goes_on(column: list[Row]) -> bool:
 
 def _runs_left(row: Iterable[Piece]) -> bool:
     return runs_left(character for piece in row for character in piece.text[:20])
-
-
-def dehyphenated(lines: Iterable[str]) -> str:
-    """Join lines. A word cut by a hyphen is joined if it goes on with a lower-case letter; soft hyphens are dropped."""
-    parts: list[str] = []
-    for line in lines:
-        line = line.strip()
-        before = parts[-1][-2:] if parts else ""
-        if len(before) > 1 and before[0].isalpha() and before[1] in _HYPHENS and line[:1].islower():
-            parts[-1] = parts[-1][:-1]
-        elif parts:
-            parts.append("\n")
-        parts.append(line)
-    text = "".join(parts).replace("\u00ad", "").replace(HYPHEN, "-")
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # PDFium gives code units

@@ -13,7 +13,8 @@ from cacheblend_cli.corpus.converters.omissions import Omissions, number_ranges
 from cacheblend_cli.corpus.converters.pdf.annotations import annotations_of
 from cacheblend_cli.corpus.converters.pdf.blank import BlankPages
 from cacheblend_cli.corpus.converters.pdf.characters import page_characters
-from cacheblend_cli.corpus.converters.pdf.line_order import arranged, dehyphenated
+from cacheblend_cli.corpus.converters.pdf.hyphens import dehyphenated, rejoined
+from cacheblend_cli.corpus.converters.pdf.line_order import arranged
 from cacheblend_cli.corpus.converters.pdf.lines import lines_of
 from cacheblend_cli.corpus.layout import Converted, Mark
 
@@ -43,7 +44,7 @@ def converted(data: bytes) -> Converted:
         raise NoDocument("not a PDF, or damaged beyond reading", "damaged or locked") from error
     with document:
         pages = _Pages(document)
-        texts = list(pages.texts())
+        texts = dehyphenated(list(pages.texts()))
         title = _title(document)
     if not any(texts):
         raise pages.refusal(len(texts))
@@ -95,7 +96,7 @@ class _Pages:
         annotations.fill(lines)
         if annotations.num_left:
             self._others.add("annotation", f"page {number}", count=annotations.num_left)
-        text = "\n\n".join(filter(None, (dehyphenated(arranged(lines)), *annotations.comments)))
+        text = "\n\n".join(filter(None, (rejoined(arranged(lines)), *annotations.comments)))
         if characters.num_sloping:
             self._sloping.append(number)
         if num_unknown >= _UNKNOWN_MIN and num_unknown < _FEW * len(characters.text):
