@@ -159,6 +159,46 @@ def test_a_table_is_read_row_by_row(table: tuple[tuple[str, ...], ...]) -> None:
     assert text_of(pdfs.side_by_side(*table)) == by_row(table).replace("\\370", "ø")
 
 
+BALANCE = (("", "2024", "2023"), ("Cash", "1204", "(998)"), ("Receivables", "(310)", ""), ("Goodwill", "", "(45)"))
+WARDS = (("Ward", "Monday", "Tuesday"), ("North", "Per", "Ada"), ("South", "", "Ada"), ("West", "Lena", ""))
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (BALANCE, "| 2024 | 2023\nCash | 1204 | (998)\nReceivables | (310) |\nGoodwill |  | (45)"),
+        (WARDS, "Ward | Monday | Tuesday\nNorth | Per | Ada\nSouth |  | Ada\nWest | Lena |"),
+        (BALANCE[:2], by_row(BALANCE[:2])),
+        (tuple(row[:2] for row in BALANCE[1:3]), by_row(tuple(row[:2] for row in BALANCE[1:3]))),
+        (tuple(row[::2] for row in BALANCE), "2023\nCash (998)\nReceivables\nGoodwill (45)"),
+    ],
+)
+def test_a_blank_cell_keeps_its_place(table: tuple[tuple[str, ...], ...], expected: str) -> None:
+    assert text_of(pdfs.side_by_side(*table)) == expected.strip()
+
+
+def test_a_heading_over_cells_and_wrapped_cells_are_in_a_table() -> None:
+    """A zone may stand between two rows, and columns have headings that are centred."""
+    drawn = pdfs.lines_at(
+        (72, 730, "A heading that is as wide as the columns of the table below it, and is none of its rows"),
+        (90, 700, "Zone"), (272, 700, "Permit"), (400, 700, "Visitor"),
+        (72, 686, "North harbour"), (72, 672, "and old town"), (272, 672, "45"),
+        (72, 658, "South"), (400, 658, "12"),
+        (72, 634, "West"), (272, 643, "38"), (400, 643, "9"), (272, 625, "41"), (400, 625, "10"),
+    )  # fmt: skip
+    assert text_of(drawn).split("\n")[1:] == [
+        "Zone | Permit | Visitor", "North harbour", "and old town | 45 |", "South |  | 12", "West", "| 38 | 9", "| 41 | 10"
+    ]  # fmt: skip
+
+
+def test_pieces_that_are_not_aligned_are_no_table() -> None:
+    places = [(72 + 11 * n, 300 + 7 * n, 400 + 13 * n) for n in range(6)]
+    drawn = pdfs.lines_at(
+        *((x, 700 - 14 * n, "word") for n, xs in enumerate(places) for at, x in enumerate(xs) if (n + at) % 4)
+    )
+    assert "|" not in text_of(drawn)
+
+
 def test_rows_of_a_table_with_wrapped_cells_stay_together() -> None:
     """The white space between the rows is wider than the one between the columns."""
     second = (

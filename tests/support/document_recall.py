@@ -95,8 +95,8 @@ def measured(kind: str, paths: Iterable[Path], process: ConverterProcess) -> Rep
 
 
 def words(text: str) -> Counter[str]:
-    """Count the words. Soft hyphens and zero-width characters are dropped."""
-    plain = unicodedata.normalize("NFKC", text.replace("\u00ad", "").replace("\u200b", "").replace("\ufeff", ""))
+    """Count the words. Soft hyphens, zero-width characters and the mark of superscripts are dropped."""
+    plain = unicodedata.normalize("NFKC", re.sub("[\u00ad\u200b\ufeff^]", "", text))
     return Counter(_WORD.findall(plain.lower()))
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from cacheblend_cli.corpus.converters.pdf.lines import PIECE_GAP, Piece, Row
 from cacheblend_cli.corpus.converters.pdf.right_to_left import runs_left
+from cacheblend_cli.corpus.converters.pdf.tables import table_lines
 
 _COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
 _ROWS_MIN = 3  # rows with text on both sides of a gutter
@@ -84,9 +85,9 @@ def _narrowed(gutters: list[tuple[float, float]], row: Row) -> list[tuple[float,
 
 
 def _follows(row: Row, following: Row, gutters: list[tuple[float, float]]) -> bool:
-    """Return whether a row is right below another one."""
+    """Return whether a row is right below another one, or beside it: a cell of a table may be as high as two rows."""
     white = min(piece.bottom for piece in row) - max(piece.top for piece in following)
-    return following[0].top < row[0].top and white <= max(right - left for left, right in gutters)
+    return following[0].bottom < row[0].top and white <= max(right - left for left, right in gutters)
 
 
 def _columns(rows: list[Row], gutters: list[tuple[float, float]]) -> Iterator[str]:
@@ -94,8 +95,9 @@ def _columns(rows: list[Row], gutters: list[tuple[float, float]]) -> Iterator[st
     cuts = [right for _, right in gutters if _both_sides(rows, right) >= max(_ROWS_MIN, len(rows) / 2)]
     columns = _split(rows, cuts)
     if len(columns) < 2 or not all(map(_goes_on, columns)):
-        columns = [rows]
-    elif _runs_left(piece for row in rows for piece in row):
+        yield from table_lines(rows)
+        return
+    if _runs_left(piece for row in rows for piece in row):
         columns.reverse()
     for column in columns:
         yield from (" ".join(piece.text for piece in row) for row in column)
