@@ -46,7 +46,7 @@ class PageCharacters:
 
 
 def page_characters(page: PdfPage) -> PageCharacters:
-    """Return the characters of a page that are known."""
+    """Return the characters of a page in the order of reading within lines, with superscripts as in "10^6"."""
     text_page = page.get_textpage()
     count, handle = text_page.count_chars(), text_page.raw
     places = (raw.FS_RECTF * max(count, 1))()
@@ -70,7 +70,7 @@ def page_characters(page: PdfPage) -> PageCharacters:
 
 
 def _pens(text_page: Any, count: int) -> Iterator[Box]:
-    """Yield the place of the pen before each character."""
+    """Yield the place of the pen before each character is drawn, as a box without a size."""
     x, y = ctypes.c_double(), ctypes.c_double()
     for index in range(count):
         raw.FPDFText_GetCharOrigin(text_page, index, x, y)

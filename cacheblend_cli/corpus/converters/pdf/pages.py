@@ -23,7 +23,6 @@ _FEW = 0.05  # share of unknown characters on a page that is not worth recognisi
 _RANGES = 12  # ranges of page numbers to name
 _SCANNED = "may be scanned (run: ocrmypdf in.pdf out.pdf)"
 _UNMAPPED = "fonts that do not say which characters they show (run: ocrmypdf --force-ocr in.pdf out.pdf)"
-
 _SLOPING = "blanks between words in sloping letters (Nastaliq)"
 
 _NO_TITLE = re.compile(

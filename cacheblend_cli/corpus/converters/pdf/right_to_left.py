@@ -174,8 +174,8 @@ def _chunks(signs: list[_Sign]) -> Iterator[list[_Sign]]:
 def _read(chunk: list[_Sign], page_runs_left: bool) -> list[_Sign]:
     """Return a part of a line in the order of reading. It runs as its first and last letter do, or else as the page."""
     kinds = "".join(sign.kind for sign in chunk)
-    strong = [kind for kind in kinds if kind in "LR"] or [""]
-    if (strong[0] if strong[0] == strong[-1] != "" else "LR"[page_runs_left]) == "R":
+    strong = [kind for kind in kinds if kind in "LR"]
+    if strong[0] == "R" if strong and strong[0] == strong[-1] else page_runs_left:
         return _reversed(chunk)
     read, start = list[_Sign](), 0
     for run in _RIGHT_RUN.finditer(kinds):
