@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from cacheblend_cli.claims.figures import OTHER, Figure, codes, figures, numbers_in_words
+from cacheblend_cli.claims.figures import Figure, codes, figures, numbers_in_words
 from cacheblend_cli.claims.passages import Passages, Place
+from cacheblend_cli.claims.units import is_known
 from cacheblend_cli.claims.wording import folded, names, quotes, words
 from cacheblend_cli.types import ClaimKind
 
@@ -26,18 +26,18 @@ class LookedUp:
     place: Place | None  # None if no text has it; of several texts the one with most of the answer's claims
 
 
-def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
+def check(answer: str, texts: Sequence[str] | Passages) -> list[LookedUp]:
     """Return the parts of the answer that can be looked up, in their order. texts: those the answer may come from.
 
     These are numbers with their units, dates, times, codes, addresses, quotations and names. What an answer derives (a
-    sum, a number of days) is in no text either. Takes linear time; what exceeds `passages.MAX_SEARCHED` is left out.
+    sum, a number of days) is in no text either. Takes linear time; what exceeds `passages.MAX_STEPS` is left out.
     """
-    plain, passages = folded(answer), Passages(texts)
+    plain, passages = folded(answer), texts if isinstance(texts, Passages) else Passages(texts)
     taken, found = bytearray(len(answer)), list[tuple[int, int, ClaimKind, list[Place]]]()
 
-    def add(start: int, end: int, kind: ClaimKind, places: list[Place]) -> None:
-        if places or not passages.is_spent:
-            taken[start:end] = b"\1" * (end - start)
+    def add(start: int, end: int, kind: ClaimKind, places: list[Place] | None) -> None:
+        taken[start:end] = b"\1" * (end - start)
+        if places is not None:
             found.append((start, end, kind, places))
 
     for start, end in quotes(answer):
@@ -54,9 +54,21 @@ def check(answer: str, texts: Sequence[str]) -> list[LookedUp]:
         if not name.is_doubtful or passages.misspells(answer[name.start : name.end]):
             places = passages.wording(plain[name.start : name.end], name.parts, name.begins)
             add(name.start, name.end, "name", places)
-    shared = Counter(place.passage for *_, places in found for place in places)
-    best = partial(max, key=lambda place: (shared[place.passage], -place.passage), default=None)
-    return [LookedUp(answer[start:end], start, end, kind, best(places)) for start, end, kind, places in sorted(found)]
+    best = _best({id(places): places for *_, places in found}, passages)
+    return [
+        LookedUp(answer[start:end], start, end, kind, best[id(places)]) for start, end, kind, places in sorted(found)
+    ]
+
+
+def _best(found: Mapping[int, list[Place]], passages: Passages) -> dict[int, Place | None]:
+    """Choose one place of each claim: of the sources that have it, the one with most of the claims."""
+    passages.spend(sum(map(len, found.values())))
+    shared = Counter(place.passage for places in found.values() for place in places)
+
+    def worth(place: Place) -> tuple[bool, int, int]:
+        return place.passage < passages.num_sources, shared[place.passage], -place.passage
+
+    return {number: max(places, key=worth, default=None) for number, places in found.items()}
 
 
 def _is_numbering(text: str, figure: Figure) -> bool:
@@ -70,6 +82,6 @@ def _is_numbering(text: str, figure: Figure) -> bool:
 def _is_small_word(text: str, figure: Figure) -> bool:
     """Return whether a figure is a word for a small number, without a unit."""
     is_word = not text[figure.start : figure.end].strip("-+ ")[:1].isdigit()
-    if figure.kind != "number" or figure.unit not in ("", OTHER) or not is_word:
+    if figure.kind != "number" or is_known(figure.unit) or not is_word:
         return False
     return any(len(value) < 3 and value.isdigit() and int(value) <= _WORDS_THAT_COUNT for value in figure.values)

@@ -6,11 +6,11 @@ No pattern tries the same characters twice: repeats are possessive, or of bounde
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from cacheblend_cli.claims.units import POWERS, SYMBOLS, TEMPERATURES, UNITS, unit_behind, unit_of
 from cacheblend_cli.claims.wording import CJK
 
 Kind = Literal["number", "date", "time", "code", "address"]
@@ -47,32 +47,6 @@ _MONTHS = {
     )
     for name in names.split()
 }
-_UNITS = {
-    form: unit
-    for unit, forms in {
-        "%": "% percent prozent pourcent",
-        "eur": "€ eur euro euros", "usd": "$ usd dollar dollars", "gbp": "£ gbp pound pounds", "chf": "chf franken", "yen": "¥ yen jpy",
-        "nok": "nok kr kroner", "s": "s sec second seconds sekunde sekunden seconde secondes", "min": "min mins minute minutes minuten",
-        "h": "h hr hrs hour hours stunde stunden heure heures", "day": "day days tag tage tagen jour jours",
-        "week": "week weeks woche wochen semaine semaines", "month": "month months monat monate monaten mois",
-        "year": "year years jahr jahre jahren an ans année années", "ms": "ms millisecond milliseconds",
-        "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres mètre mètres", "cm": "cm", "mm": "mm",
-        "mi": "mile miles", "kg": "kg kilo kilos kilogram kilograms", "g": "g gram grams gramm", "t": "ton tons tonne tonnes",
-        "l": "l liter liters litre litres", "kb": "kb kib", "mb": "mb mib", "gb": "gb gib", "tb": "tb tib", "w": "w watt watts", "kw": "kw",
-        "kwh": "kwh", "v": "v volt volts", "c": "°c ℃", "f": "°f ℉",
-    }.items()
-    for form in forms.split()
-} | {"per cent": "%", "pour cent": "%"}  # fmt: skip
-OTHER = "?"
-"""Unit of a number before a word that is no known unit."""
-_NO_UNITS = frozenset(
-    "a an per each every to and or of in on at by for from is was are were the than with bis und oder pro je von im am der die das "
-    "à et ou de par en au le la les est sont a y o e en por de".split()
-)  # words after a number that are no unit, but may be before one
-POWERS = {
-    "hundred": 2, "thousand": 3, "k": 3, "tausend": 3, "mille": 3, "million": 6, "millions": 6, "mio": 6, "millionen": 6, "m": 6,
-    "billion": 9, "billions": 9, "bn": 9, "milliarde": 9, "milliarden": 9, "milliard": 9, "milliards": 9, "mrd": 9, "万": 4, "亿": 8,
-}  # fmt: skip
 _ONES = {
     word: number
     for number, word in enumerate(
@@ -86,25 +60,35 @@ _TENS = {
 _MONTH = "|".join(sorted(_MONTHS, key=len, reverse=True))
 _SMALL = "|".join(sorted([*_ONES, *_TENS, "hundred"], key=len, reverse=True))
 _LETTER = rf"[^\W\d_{CJK}]"
-_MARK = rf"(?:(?<!\w)|(?<=[{CJK}]))"  # before a figure: no letter or digit
+MINUS = ("minus ", "moins ", "menos ")
+_MINUS = "|".join(word.replace(" ", "[ ]") for word in MINUS)
+_MARK = rf"(?:(?<!\w)|(?<=[{CJK}])|(?<=\bv)(?=\d+\.\d))"  # before a figure: no letter or digit, but the v of a version
+_WORD = rf"{_LETTER}{{1,12}}+(?:/{_LETTER}{{1,12}}+)?+"
 _PATTERN = re.compile(
     rf"""(?P<address>(?:https?://|www\.)[^\s<>"'()\[\]{{}}|\\^`]++|[\w.+-]{{1,64}}+@[\w-]{{1,63}}+(?:\.[\w-]{{1,63}}+)++)
-    |{_MARK}(?P<ymd>\d{{4}}(?P<sep>[-/.])\d{{1,2}}(?P=sep)\d{{1,2}}(?![\d\w]))
-    |{_MARK}(?P<dmy>\d{{1,2}}(?P<of>[-/.])\d{{1,2}}(?P=of)(?:\d{{4}}|\d{{2}})(?![\d\w]))
-    |{_MARK}(?P<cjk>\d{{4}}[ ]?年(?:[ ]?\d{{1,2}}[ ]?月(?:[ ]?\d{{1,2}}[ ]?日)?)?|\d{{1,2}}[ ]?月[ ]?\d{{1,2}}[ ]?日)
-    |{_MARK}(?P<dm>(?P<d>\d{{1,2}})(?:st|nd|rd|th|er|\.)?[ ]{{1,2}}(?:of[ ]|de[ ])?(?P<m>{_MONTH})\b\.?(?:,?[ ]{{1,2}}(?:de[ ])?(?P<y>\d{{4}})\b)?)
-    |{_MARK}(?P<md>(?P<m2>{_MONTH})\b\.?[ ]{{1,2}}(?P<d2>\d{{1,2}})(?:st|nd|rd|th)?(?![\d\w:.]\d|\w)(?:,?[ ]{{1,2}}(?P<y2>\d{{4}})\b)?)
-    |{_MARK}(?P<my>(?P<m3>{_MONTH})\b\.?,?[ ]{{1,2}}(?P<y3>\d{{4}})\b)
-    |{_MARK}(?P<time>(?P<hour>\d{{1,2}})(?:(?::|h|[ ]h[ ])(?P<minute>\d{{2}})(?::\d{{2}})?(?!\d)(?:[ ]?(?P<half>[ap])(?:\.m\.|m\b))?
-        |[ ]?(?P<half2>[ap])(?:\.m\.|m\b)|(?:\.(?P<minute2>\d{{2}}))?(?:[ ]uhr\b|(?=[ ](?:bis|und|-)[ ]\d{{1,2}}(?:\.\d{{2}})?[ ]uhr\b))|[ ]?[点點时時](?:(?P<minute3>\d{{1,2}})分)?))
-    |(?P<number>(?:(?:(?<![\w)])|(?<=[{CJK}]))[-+])?(?:(?P<before>[€$£¥])[ ]?)?{_MARK}(?P<digits>\d++(?:[.,']\d++)*+(?:[ ]\d{{3}}(?!\d))*+(?:[.,]\d++)?+)
-        (?:st|nd|rd|th)?+(?:-?[ ]?(?P<after>(?:per|pour)[ ]cent|[%€$£¥℃℉万亿]|°[cf]|{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>[%€$£¥]|{_LETTER}{{1,12}}+)))?)
+    |{_MARK}(?=\w)(?:
+    (?P<ymd>\d{{4}}(?P<sep>[-/.])\d{{1,2}}(?P=sep)\d{{1,2}}(?![\d\w]))
+    |(?P<dmy>\d{{1,2}}(?P<of>[-/.])\d{{1,2}}(?P=of)(?:\d{{4}}|\d{{2}})(?![\d\w]))
+    |(?P<cjk>\d{{4}}[ ]?年(?:[ ]?\d{{1,2}}[ ]?月(?:[ ]?\d{{1,2}}[ ]?日)?)?|\d{{1,2}}[ ]?月[ ]?\d{{1,2}}[ ]?日)
+    |(?P<dm>(?P<d>\d{{1,2}})(?:st|nd|rd|th|er|\.)?[ ]{{1,2}}(?:of[ ]|de[ ])?(?P<m>{_MONTH})\b\.?(?:,?[ ]{{1,2}}(?:de[ ])?(?P<y>\d{{4}})\b)?)
+    |(?P<md>(?P<m2>{_MONTH})\b\.?[ ]{{1,2}}(?P<d2>\d{{1,2}})(?:st|nd|rd|th)?(?![\d\w:.]\d|\w)(?:,?[ ]{{1,2}}(?P<y2>\d{{4}})\b)?)
+    |(?P<my>(?P<m3>{_MONTH})\b\.?,?[ ]{{1,2}}(?P<y3>\d{{4}})\b)
+    |(?P<time>(?P<hour>\d{{1,2}})(?:(?::|h|[ ]h[ ])(?P<minute>\d{{2}})(?::\d{{2}})?(?!\d)(?:[ ]?(?P<half>[ap])(?:\.m\.|m\b))?
+        |[ ]?(?P<half2>[ap])(?:\.m\.|m\b)|(?:\.(?P<minute2>\d{{2}}))?(?:[ ]uhr\b|(?=[ ](?:bis|und|-)[ ]\d{{1,2}}(?:\.\d{{2}})?[ ]uhr\b))|[ ]?(?P<cjk_clock>[点點时時])(?:(?P<minute3>\d{{1,2}})分)?))
+    )
+    |(?P<number>(?=[-+\dm{SYMBOLS}])(?P<sign>(?:(?<![\w)])|(?<=[{CJK}]))[-+]|\b(?:{_MINUS}))?(?:(?P<before>[{SYMBOLS}])[ ]?)?
+        {_MARK}(?P<digits>\d++(?:[.,']\d++)*+(?:[ ]\d{{3}}(?!\d))*+(?:[.,]\d++)?+)
+        (?:st|nd|rd|th)?+(?:-?[ ]?(?P<after>(?:per|pour)[ ]cent|[万亿]|(?:[{SYMBOLS}]|°[cf])(?:/{_LETTER}{{1,12}}+)?+|{_WORD}))?+
+        (?:(?=[ ](?P<more>[{SYMBOLS}]|{_LETTER}{{1,12}}+)))?)
     """,
     re.VERBOSE,
 )
 _IN_WORDS = re.compile(
-    rf"\b(?P<word>(?:{_SMALL})\b(?:[- ](?:and )?(?:{_SMALL})\b)*+)(?:[- ](?P<unit>{_LETTER}{{1,12}}+))?+(?:(?=[ ](?P<more>{_LETTER}{{1,12}}+)))?"
+    rf"\b(?P<sign>(?:{_MINUS}))?+(?P<word>(?:{_SMALL})\b(?:[- ](?:and )?(?:{_SMALL})\b)*+)(?:[- ](?P<unit>{_WORD}))?+(?:(?=[ ](?P<more>{_LETTER}{{1,12}}+)))?"
 )
+_HALF_DAYS = re.compile(
+    r"(?:\b|\d)[ap]\.?m\b|\b(?:afternoon|evening|night|nachmittag|abend|nacht|soir|après-midi|tarde|noche|sera|notte|pomeriggio)"
+)  # near a time from 1 to 12 they may say which half of the day it is
 _CODE = re.compile(r"(?<!\w)\w++(?:[-_/.:#]\w++)*+")
 DIGITS = re.compile(r"\d++")
 _HOURS = re.compile(r"\d{1,2}h(?:\d{2})?")  # 11h30
@@ -116,36 +100,6 @@ def figures(text: str) -> Iterator[Figure]:
     """Yield the figures with digits, and addresses, of a folded text, from left to right."""
     for start, end in _windows(text):
         yield from _figures(text, start, end)
-
-
-def figures_around(text: str, start: int, end: int) -> Iterator[Figure]:
-    """Yield the figures of a folded text that have a part of start:end."""
-    found = [*_figures(text, max(0, start - _BEFORE), end + _AFTER), *numbers_in_words(text, start, end + _AFTER)]
-    yield from (figure for figure in found if figure.start < end and figure.end > start)
-
-
-def digits_of(figure: Figure) -> set[str]:
-    """Return numbers, without zeros in front, one of which every figure of the same value has: of a number all of its
-    digits, in a row or divided; of a date the day or the year; of a time the hour."""
-    found = set[str]()
-    for value in figure.values:
-        if figure.kind == "date":
-            year, _, day = value.split("-")
-            found.add(day or year)
-        elif figure.kind == "time":
-            hour = int(value[:-3])
-            found |= {str(hour), str(hour % 12), str(hour % 12 + 12)}
-        elif figure.kind == "number":
-            found.add(value.lstrip("-").replace(".", "").strip("0") or "0")
-    return found
-
-
-def words_of(figure: Figure) -> set[str]:
-    """Return the English words for a number below 1,000."""
-    if figure.kind != "number":
-        return set()
-    small = {int(value) for value in figure.values if len(value) < 4 and value.isdigit()}
-    return {text for value in small for text in _in_words(value)}
 
 
 def _figures(text: str, start: int, end: int) -> Iterator[Figure]:
@@ -175,14 +129,15 @@ def _windows(text: str) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-def numbers_in_words(text: str, start: int = 0, end: int = sys.maxsize) -> Iterator[Figure]:
-    """Yield numbers below 1,000 in English words, of start:end."""
-    for found in _IN_WORDS.finditer(text, start, end):
+def numbers_in_words(text: str) -> Iterator[Figure]:
+    """Yield numbers below 1,000 in English words."""
+    for found in _IN_WORDS.finditer(text):
         value = _value_of_words(found["word"])
         if value is not None:
-            unit = _unit_behind(found["unit"] or "", found["more"] or "")
-            last = found.end("unit") if found["unit"] in _UNITS else found.end("word")
-            yield Figure(found.start(), last, "number", frozenset({value}), unit)
+            unit = unit_behind(found["unit"] or "", found["more"] or "")
+            last = found.end("unit" if unit_of(found["unit"] or "") else "word")
+            values = _signed(frozenset({value}), found["sign"] or "", unit)
+            yield Figure(found.start(), last, "number", values, unit)
 
 
 def codes(text: str) -> Iterator[Figure]:
@@ -210,30 +165,28 @@ def _address(found: re.Match[str]) -> Figure:
 
 def _number(found: re.Match[str]) -> Figure:
     g, end = found.group, found.end("digits")
-    after, more = g("after") or "", g("more") or ""
+    before, after, more = g("before") or "", g("after") or "", g("more") or ""
     values = _decimals(g("digits"))
-    unit = _UNITS.get(g("before") or "", "") or _unit_behind(after, more)
+    unit = UNITS.get(before, before) or unit_behind(after, more)
     if after in POWERS:
-        values = (values if after in _UNITS else frozenset()) | {_shifted(value, POWERS[after]) for value in values}
-        end = found.end("more" if more in _UNITS else "after")
-    elif after in _UNITS:
+        values = (values if after in UNITS else frozenset()) | {_shifted(value, POWERS[after]) for value in values}
+        end = found.end("more" if more in UNITS else "after")
+    elif unit_of(after):
         end = found.end("after")
-    elif after and found.end("digits") == found.start("after"):  # 45B, 12th and the like
+    elif after and end == found.start("after"):  # 45B, 12th and the like
         return Figure(found.start("digits"), found.end("after"), "code", frozenset({g("digits") + after}))
-    if g()[0] == "-":
-        at_line_start = not found.string[max(0, found.start() - 8) : found.start()].rpartition("\n")[2].strip()
-        negative = frozenset("-" + value for value in values)
-        values = values | negative if at_line_start else negative  # at the start of a line it may mark an item
-    return Figure(found.start(), end, "number", values, unit)
+    sign = g("sign") or ""
+    if sign == "-" and not found.string[max(0, found.start() - 8) : found.start()].rpartition("\n")[2].strip():
+        sign = "- "  # at the start of a line it may mark an item
+    return Figure(found.start(), end, "number", _signed(values, sign, unit), unit)
 
 
-def _unit_behind(after: str, more: str) -> str:
-    """Return the unit of a number from the words behind it: "" if there is none, OTHER for a unit that is not known."""
-    if after in _UNITS and after not in POWERS:
-        return _UNITS[after]
-    if not after or after in _NO_UNITS:
-        return ""
-    return _UNITS.get(more, "" if after in POWERS else OTHER)
+def _signed(values: frozenset[str], sign: str, unit: str) -> frozenset[str]:
+    """Return the values with their sign. A word for minus may subtract, except from temperatures."""
+    if sign in ("", "+"):
+        return values
+    negative = frozenset("-" + value for value in values)
+    return negative if sign == "-" or unit in TEMPERATURES else values | negative
 
 
 def _decimals(digits: str) -> frozenset[str]:
@@ -266,20 +219,6 @@ def _shifted(value: str, power: int) -> str:
     return _decimal(whole + part[:power].ljust(power, "0"), part[power:])
 
 
-def _in_words(value: int) -> set[str]:
-    hundreds, rest = divmod(value, 100)
-    tens, ones = divmod(rest, 10) if rest > 19 else (0, rest)
-    names = [name for name, number in _TENS.items() if number == 10 * tens > 0]
-    names += [name for name, number in _ONES.items() if number == ones and (ones or not value)]
-    words = {" ".join(names), "-".join(names)}
-    if not hundreds:
-        return words
-    first = next(name for name, number in _ONES.items() if number == hundreds)
-    return (
-        {f"{first} hundred{link}{last}" for last in words for link in (" ", " and ")} if rest else {f"{first} hundred"}
-    )
-
-
 def _value_of_words(text: str) -> str | None:
     """Return the value of a number below 1,000 in English words; None if the words are no number."""
     total, last = 0, 1000
@@ -304,8 +243,16 @@ def _time(found: re.Match[str]) -> Figure:
     if hour > 24 or minute > 59:
         return Figure(*found.span(), "time", frozenset())  # found only as it is written
     half = g("half") or g("half2")
-    hours = {hour % 12 + 12 * (half == "p")} if half else {hour % 24} | ({hour % 12 + 12} if hour <= 12 else set())
+    hours = {hour % 12 + 12 * (half == "p")} if half else {hour % 24}
+    if not half and (g("cjk_clock") or _HALF_DAYS.search(found.string, max(0, found.start() - 24), found.end() + 24)):
+        hours |= {hour % 12 + 12} if hour <= 12 else set()
     return Figure(*found.span(), "time", frozenset(f"{h % 24}:{minute:02}" for h in hours))
+
+
+def of_either_half(time: Figure) -> Figure:
+    """Return a time that does not say which half of the day it is with both values."""
+    hours = [(int(value[:-3]), value[-3:]) for value in time.values]
+    return time._replace(values=time.values | {f"{h % 12 + 12}{minute}" for h, minute in hours if 0 < h < 12})
 
 
 def _date(found: re.Match[str]) -> Figure:

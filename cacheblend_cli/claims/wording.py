@@ -70,9 +70,9 @@ def quotes(text: str) -> Iterator[tuple[int, int]]:
 _NAME_WORD = re.compile(r"[^\W\d_]++(?:['\u2019\-\u2011][^\W\d_]++)*+")
 _APOSTROPHE = re.compile("['\u2019]")
 _BEGINS = re.compile(r"[.!?:;…\n|>#*•(\[\"“„«`/]")
-_HEADING = re.compile(r"[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)", re.MULTILINE)
+_HEADING = re.compile(r"^[ ]{0,3}(?:#{1,6}[ ]|\*\*[^*\n]++\*\*[ ]*+$)", re.MULTILINE)
 _LINKS = frozenset("of de la le du des del von van der den the di da".split())
-_COMMON = frozenset(
+COMMON = frozenset(
     "a an the this that these those it its he she they we you i my your his her their our in on at by for from to of with "
     "without as if when while after before since until during because although though however also and or but so then thus "
     "there here no not yes all any each every both some most many few other only please note mr mrs ms dr prof sir "
@@ -103,6 +103,7 @@ def names(text: str) -> list[Name]:
     tokens = list(_NAME_WORD.finditer(text))
     if not tokens:
         return []
+    headings = {found.start() for found in _HEADING.finditer(text)}
     gaps = [text[a.end() : b.start()] for a, b in pairwise(tokens)]
     begins = [True, *(bool(_BEGINS.search(gap)) for gap in gaps)]
     german = [word for token in tokens if (word := token.group().lower()) in _GERMAN]
@@ -123,20 +124,20 @@ def names(text: str) -> list[Name]:
             if not tokens[end + step - 1].group()[0].isupper():
                 break
             end += step
-        if (name := _name(text, tokens[at:end], begins[at], capital_nouns)) is not None:
+        name = _name(text, tokens[at:end], begins[at], capital_nouns)
+        if name is not None and text.rfind("\n", 0, name.start) + 1 not in headings:
             out.append(name)
         at = end
     return out
 
 
 def _name(text: str, run: Sequence[re.Match[str]], begins: bool, capital_nouns: bool) -> Name | None:
-    while run and _APOSTROPHE.split(run[0].group().lower())[0] in _COMMON:
+    while run and _APOSTROPHE.split(run[0].group().lower())[0] in COMMON:
         run, begins = run[1:], False
     if not run or len(run) > _MOST_NAME_WORDS or (len(run) == 1 and len(run[0].group()) == 1):
         return None
     start, end = run[0].start(), run[-1].end()
-    line = text.rfind("\n", 0, start) + 1
-    if _HEADING.match(text, line) or (begins and re.match(r"[*_]{0,2}[ ]?:", text[end : end + 4])):  # a title, a label
+    if begins and re.match(r"[*_]{0,2}[ ]?:", text[end : end + 4]):  # a label
         return None
     parts: list[tuple[str, ...]] = [()]
     for token in run:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import pairwise
+import sys
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 
-from cacheblend_cli.claims import check, passages
-from cacheblend_cli.claims.figures import Figure, figures_around
-from cacheblend_cli.claims.passages import Place
+from cacheblend_cli.claims import check
+from cacheblend_cli.claims.passages import Passages, Place
 
 TEXTS = [
     "The fee is 45 euros per month. Mara Lindt leads billing since 3 March 2024; call +47 55 12 34 56 or write to "
@@ -199,23 +200,141 @@ def test_an_address_of_nothing_is_in_no_text(piece: str) -> None:
     )
 
 
-def test_a_search_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    most, looked_at = 1_000_000, list[int]()
+CARRIED_OVER = [  # source, answer: the same in another form
+    ("The dose is 5 mg a day.", "It is 5 milligrams a day."),
+    ("The dose is 5mg a day.", "It is 5 mg."),
+    ("The dose is 5 mg/kg.", "Take 5 mg."),
+    ("It goes 80 km per hour.", "It goes 80 km/h."),
+    ("It goes 50 mph.", "It goes 50 miles per hour."),
+    ("It uses 4.5 kilowatt hours.", "It uses 4.5 kWh."),
+    ("The wall is 8 feet high.", "It is 8 ft high."),
+    ("It costs ₹500.", "It costs 500 rupees."),
+    ("They bought 5 red apples.", "They bought 5 apples."),
+    ("They bought 5 apples.", "They bought 5 red apples."),
+    ("Three people came in 2023 to the fair.", "3 visitors came in 2023."),
+    ("They have 3 TV sets.", "They have 3 sets, 3 TVs and 3 televisions."),
+    ("It loads 3 lbs at 20 Mbps.", "It loads 3 pounds at 20 mbps."),
+    ("It needs client v5.2.10.", "Version 5.2.10 is needed."),
+    ("It needs version 5.2.10 at least.", "The client is v5.2.10."),
+    ("Store it at minus 20 °C.", "Store it at -20 °C."),
+    ("Store it at \N{MINUS SIGN}20 °C.", "Store it at minus 20 °C."),
+    ("The result was minus 3 percent.", "It was -3 %, a change by 3 %."),
+    ("The fee is 30 euros.", "It is the price minus 30 euros."),
+    ("It opens at 9:00 and closes at 17:30.", "It opens at 9 am and closes at 5:30 pm or 5:30."),
+    ("It is open from 2:00 to 4:30 pm.", "It opens at 2 pm."),
+    ("We meet at 8:00 in the evening.", "We meet at 8 pm."),
+    ("下午5点开会。", "17:00"),
+]
+ALTERED = [  # source, answer, what is in no source
+    ("The dose is 5 g a day.", "The dose is 5 mg a day.", "5 mg"),
+    ("The dose is 5 g a day.", "The dose is 5 milligrams a day.", "5 milligrams"),
+    ("The dose is 5 mg/kg.", "The dose is 5 mg/l.", "5 mg/l"),
+    ("It runs at 230 V.", "It runs at 230 kV.", "230 kV"),
+    ("It runs at 230 kV.", "It runs at 230kHz.", "230kHz"),
+    ("It opens at 8 bar.", "It opens at 8 psi.", "8 psi"),
+    ("The motor has 1.4 kW.", "The motor has 1.4 MW.", "1.4 MW"),
+    ("Add 20 ml.", "Add twenty dl.", "twenty dl"),
+    ("It weighs 7 oz.", "It weighs 7 kg.", "7 kg"),
+    ("5 кг", "5 мг", "5 мг"),
+    ("It goes 80 km/h.", "It goes 80 m/s.", "80 m/s"),
+    ("It opens at 11:00.", "It opens at 11 pm.", "11 pm"),
+    ("It opens at 5:30.", "It opens at 17:30.", "17:30"),
+    ("It needs v5.2.10.", "Version 5.2.1 is needed.", "5.2.1"),
+    ("It costs 2.5 euros.", "It is v2.5.", "v2.5"),
+    ("Store it at 20 °C.", "Store it at minus 20 °C.", "minus 20 °C"),
+    ("Store it at minus 20 °C.", "Store it at 20 °C.", "20 °C"),
+]
 
-    def counted(text: str, start: int, end: int) -> Iterator[Figure]:
-        looked_at.append(start)
-        assert len(looked_at) <= most // 256 + 1
-        return figures_around(text, start, end)
 
-    monkeypatch.setattr(passages, "figures_around", counted)
-    monkeypatch.setattr(passages, "MAX_SEARCHED", most)
-    answer, text = " ".join(f"{n}, " for n in range(10_001, 10_400)), "1 x " * 20_000  # each may begin with each "1"
-    assert len(check(answer, [text])) < 100
-    assert len(looked_at) > 1000
+@pytest.mark.parametrize(("source", "answer"), CARRIED_OVER)
+def test_another_form_is_found(source: str, answer: str) -> None:
+    assert missing(answer, source) == []
 
 
-def test_what_is_left_after_the_budget_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_cli.claims.passages.MAX_SEARCHED", 1000)
-    numbers = random.Random(0).sample(range(10_000, 99_999), 200)
-    claims = check(" ".join(f"Code{n}." for n in numbers), ["word " * 100])
-    assert 0 < len(claims) < 20
+@pytest.mark.parametrize(("source", "answer", "expected"), ALTERED)
+def test_another_unit_sign_or_half_of_the_day_is_not_found(source: str, answer: str, expected: str) -> None:
+    assert missing(answer, source) == [expected]
+
+
+def test_the_question_is_named_only_for_what_no_text_has() -> None:
+    passages = Passages(["Jonas Berg keeps a parrot."], ["Does Jonas Berg of Bergen keep 3 parrots?"])
+    claims = check("Jonas Berg keeps 3 parrots in Bergen, not 4.", passages)
+    assert [(c.text, c.place and c.place.passage) for c in claims] == [
+        ("Jonas Berg", 0), ("3", 1), ("Bergen", 1), ("4", None),
+    ]  # fmt: skip
+
+
+# the work for a request is bounded
+
+HOSTILE = {  # answer, text
+    "one figure": ("1 s " * 600, "1 ft " * 400),
+    "figures": (" ".join(f"{n}," for n in range(10_001, 10_600)), "1 x " * 2000),
+    "inside figures": (" ".join("1" * n for n in range(1, 200)), "1" * 2000 + "1," * 4000),
+    "names with a gap": (" x ".join(f"A{n:c}b Lund" for n in range(97, 123)) * 9, "aab b " * 4000),
+    "misspelled": (". ".join(f"Lin{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(600)), "the Bergen " * 2000),
+    "capitals": ("Lindt. " * 600, " ".join(f"the Lind{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(600))),
+    "quotations": (" ".join(f'"a b {n}"' for n in range(600)), "a b " * 4000),
+    "texts with all": (" ".join(f"{n}," for n in range(300)), " ".join(f"{n}," for n in range(1000))),
+    "a heading": ("**" + "Ab Cd x " * 600, "x"),
+}  # fmt: skip
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: object, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_work_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, text = HOSTILE[name]
+    monkeypatch.setattr("cacheblend_cli.claims.passages.MAX_STEPS", 2000)
+    passages = Passages([text] * 3)
+    assert lines_of(lambda: [check(answer, passages) for _ in range(4)]) < 4 * 30 * len(answer) + 30 * 2000
+
+
+def test_each_claim_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent, spend = list[int](), Passages.spend
+    monkeypatch.setattr(Passages, "spend", lambda self, steps=1: (spent.append(steps), spend(self, steps))[1])
+
+    def work(answer: str, times: int = 1) -> int:
+        passages = Passages(["1 ft, room 4, Mara Lind. " * 400])
+        spent.clear()
+        for _ in range(times):
+            check(answer, passages)
+        return sum(spent)
+
+    answer = 'It is 1 s, "room 5", 1 day and x Maria Lind. '
+    assert work(answer * 50, 16) < work(answer) + 100
+
+
+@pytest.mark.parametrize(
+    ("piece", "steps"), [("Code{}. ", 300), ("{} km, ", 3300), ('"word {}" ', 2000), ("x Lind{}a Lund ", 2000)]
+)
+def test_what_exceeds_the_bound_is_not_reported_but_counted(
+    piece: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_cli.claims.passages.MAX_STEPS", steps)
+    letters = ["".join(pair) for pair in product("abcdefghijklmnop", repeat=2)]
+    pieces = [piece.format(letters[n] if "Lund" in piece else 10_000 + n) for n in range(200)]
+    passages = Passages(["word 1 Lund " * 500])
+    claims = check("".join(pieces), passages)
+    assert 0 < len(claims) < 200
+    assert len(claims) + passages.num_left_out == 200
+
+
+def test_a_cancelled_look_up_ends() -> None:
+    passages = Passages(["word " * 100], is_cancelled=lambda: True)
+    assert check("Code1, Code2, Code3", passages) == []
+    assert passages.num_left_out == 3
