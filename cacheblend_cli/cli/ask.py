@@ -164,7 +164,7 @@ def ask(
         False,
         "--confirm",
         help="Stream a draft, then replace it by the full prefill's answer if they differ (exit code 6). --confirm marked: only if "
-        "something in the draft is not in the sources.",
+        "something in the draft is not in the sources, or it says that they lack what a matching one may have.",
     ),
     explain: bool = Option(False, "--explain", help="Show what was reused and recomputed: chunks, layers, tokens."),
     html: Path | None = Option(None, help="Write the answer and its sources as a web page."),

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,7 +37,8 @@ class AsyncEngine:
 
     def __init__(self, runtime: Runtime, limits: Limits | None = None, features: Features = Features()) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
-        self._core = EngineCore(runtime, self._limits, features=features)
+        self._core = EngineCore(runtime, self._limits, features=features, aside=self._aside)
+        self._reviewer = ThreadPoolExecutor(1, "cacheblend-review")
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
         self._listeners: dict[RequestState, OnEvent] = {}  # of unfinished requests
@@ -132,6 +133,7 @@ class AsyncEngine:
         self._thread.join(grace_s)
         self.cancel_all()
         self._thread.join(give_up_s)
+        self._reviewer.shutdown(wait=False)
         if self._thread.is_alive():
             logger.error("the engine did not stop: one step has been running for %.0f seconds", self.busy_s)
         return not self._thread.is_alive()
@@ -170,8 +172,22 @@ class AsyncEngine:
         """Wait for work. Returns False when the engine is closed."""
         with self._changed:
             core = self._core
-            self._changed.wait_for(lambda: core.busy or self._arrived or self._work or self._closing)
+            self._changed.wait_for(
+                lambda: (
+                    (core.busy and not core.waits) or self._arrived or self._work or (self._closing and not core.busy)
+                )
+            )
             return not self._closing or bool(core.busy or self._arrived or self._work)
+
+    def _aside(self, work: Callable[[], object]) -> Future[Any]:
+        """Run `work` in another thread, and wake the engine's at its end."""
+        future = self._reviewer.submit(work)
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _take_in(self) -> None:
         """Queue new requests, and run one work item."""

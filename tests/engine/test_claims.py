@@ -87,3 +87,34 @@ def test_an_unsupported_answer_is_refused_before_anything_is_shown(engine: Engin
     assert shown == []
     shown += engine.stream(SPELLED, documents=pages[SPELLED], on_unsupported="refuse")
     assert "".join(shown) == "The drink of Torben Orlov is cocoa."
+
+
+def test_an_abstention_over_a_text_with_the_questions_words_is_confirmed(
+    engine: Engine, pages: dict[str, list[str]]
+) -> None:
+    def ask(question: str, regex: str = "It is not in the documents\\.", **settings: str) -> Answer:
+        request = engine.request(question, documents=pages[SPELLED], **settings)
+        return engine.ask(replace(request, sampling=replace(request.sampling, regex=regex)))
+
+    ask(SPELLED)  # stores the KV
+    assert any("full prefill" in note for note in ask(SPELLED).notes)
+    confirmed = ask(SPELLED, on_unsupported="confirm")
+    assert confirmed.confirmation is not None
+    assert confirmed.confirmation.confirmed
+    assert not any("full prefill" in note for note in confirmed.notes)
+    assert not any("full prefill" in note for note in ask(SPELLED, mode="full").notes)
+    assert ask(SPELLED, on_unsupported="refuse").text == "It is not in the documents."
+    other = "Why is grass so green in Iceland?"
+    assert ask(other, on_unsupported="confirm").confirmation is None
+    assert not any("full prefill" in note for note in ask(other).notes)
+
+
+def test_what_is_not_looked_up_is_said_once(
+    engine: Engine, pages: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_cli.claims.passages.MAX_STEPS", 1)
+    request = engine.request(SPELLED, documents=pages[SPELLED])
+    sampling = replace(request.sampling, regex="It is 987 or 654\\.", n=2)
+    answer = engine.ask(replace(request, sampling=sampling))
+    assert answer.claims == []
+    assert ["not looked up" in note for note in answer.notes].count(True) == 1

@@ -103,7 +103,7 @@ def test_a_fault_of_a_batch_ends_no_other(stored: StoredEngine, monkeypatch: pyt
 
 
 def test_a_fault_of_a_feature_ends_its_request_alone(stored: StoredEngine) -> None:
-    for method in ("on_slice", "on_prefill", "on_attention", "on_complete", "on_answer", "on_done"):
+    for method in ("on_slice", "on_prefill", "on_attention", "review", "on_complete", "on_answer", "on_done"):
         driver = CoreDriver(stored, BATCH)
         listeners = [driver.arrive(stored.question(text))[0] for text in ("who?", "where?")]
         setattr(driver.core.scheduler.states[1].hooks[0], method, fail)

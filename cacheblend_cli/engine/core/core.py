@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.executor import Executor
 from cacheblend_cli.engine.core.hooks import Feature
-from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
+from cacheblend_cli.engine.core.output_processor import Aside, Events, OutputProcessor
 from cacheblend_cli.engine.core.scheduler import Proposer, Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
@@ -42,8 +42,10 @@ class EngineCore:
         limits: Limits,
         memory: DeviceMemory | None = None,
         features: Features = Features(),
+        aside: Aside | None = None,
     ) -> None:
-        """memory: pool of a single request, None for a shared one."""
+        """memory: pool of a single request, None for a shared one. aside: runs hooks' reviews of answers, None to run
+        them in the calling thread."""
         self._runtime, self._features, decoder = runtime, features, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
         memory = memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences)
@@ -73,11 +75,16 @@ class EngineCore:
         )
         self._executor = Executor(decoder, self.worker, slice_rows)
         is_async = runtime.async_scheduling and self.scheduler.speculation is None
-        self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async)
+        self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async, aside)
 
     @property
     def busy(self) -> bool:
         return self._outputs.concluding or bool(self.scheduler.states)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether a step has nothing to do, because every request waits for another thread."""
+        return self._outputs.waits and not self._outputs.concluding
 
     def add(self, state: RequestState) -> None:
         """Admit and queue a request. Raises UsageError if it is impossible, or can never fit the pool."""

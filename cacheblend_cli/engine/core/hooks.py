@@ -52,6 +52,12 @@ class Hook:
     def on_attention(self, index: int, weights: Tensor) -> None:
         """Take the attention of the newest token of answer `index`, [kv_len] fp32."""
 
+    def review(self, texts: Sequence[str], is_cancelled: Callable[[], bool]) -> Callable[[], None] | None:
+        """Called when the texts of the answers are known: before `on_complete`, and before they are reported. Return
+        work for another thread, for which this request waits and others do not. is_cancelled: returns whether nobody
+        waits for the answers any more."""
+        return None
+
     def on_complete(self, outputs: Sequence[SequenceOutput]) -> Further | None:
         """Called when the answers are complete. Return a further request to run before they are reported."""
         return None

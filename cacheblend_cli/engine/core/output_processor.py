@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from cacheblend_cli.engine.core.executor import Decoded, StepOutput
 from cacheblend_cli.engine.core.report import PrefillReport, answer_of
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
-from cacheblend_cli.engine.core.sequence_output import SequenceOutput, draw_next
+from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput, draw_next
 from cacheblend_cli.engine.events import (
     Done,
     Early,
@@ -42,21 +44,33 @@ from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
 
 Events = list[tuple[RequestState, Event]]
+Aside = Callable[[Callable[[], object]], Future[Any]]
+"""Runs work in another thread."""
 
 
 class OutputProcessor:
-    """Takes the results of each step, and emits the requests' events. is_async: with async scheduling."""
+    """Takes the results of each step, and emits the requests' events. is_async: with async scheduling. aside: runs
+    reviews, None to run them in this thread."""
 
-    def __init__(self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats, is_async: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats, is_async: bool, aside: Aside | None = None
+    ) -> None:
         self._runtime, self._scheduler, self._blocks = runtime, scheduler, scheduler.blocks
         self._counts, self._is_async, self._events = counts, is_async, list[tuple[RequestState, Event]]()
         self._concluding = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
+        self._aside, self._reviews = aside, dict[RequestState, tuple[Future[Any], Callable[[], None]]]()
         self.pending: dict[Sequence, Draw] = {}  # tokens that are drawn, and not appended yet
 
     @property
     def concluding(self) -> bool:
         """Return whether hooks still work for requests whose answers are complete."""
         return bool(self._concluding)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether every request waits for its review."""
+        reviews = [future for future, _ in self._reviews.values()]
+        return len(reviews) == len(self._scheduler.states) > 0 and not any(future.done() for future in reviews)
 
     def stop_concluding(self) -> list[RequestState]:
         """Drop what is left of hooks' work. Returns the requests that it was for."""
@@ -68,8 +82,9 @@ class OutputProcessor:
         """Process a step's results. Returns the events of its requests, in order."""
         if self._concluding:
             self._conclude_next()
+        self._end_reviews()
         for state in step.end:
-            self._report(state, state.ended)
+            self._end_early(state)
         for sequence in step.begin:
             if not sequence.state.begun:
                 sequence.state.begun = True
@@ -104,6 +119,7 @@ class OutputProcessor:
         """Take the request out of the schedule, without an event, and give back its blocks."""
         if state in self._scheduler.states:
             self._scheduler.states.remove(state)
+        self._reviews.pop(state, None)
         for sequence in list(state.unfinished):
             sequence.release(SequenceStatus.FINISHED)
 
@@ -301,12 +317,18 @@ class OutputProcessor:
         if state.parent is None and state.num_started < state.num_answers:  # the next wave computes its prompt again
             state.sequences.append(Sequence(state, state.num_started))
             return
-        outputs = [s.output for s in state.sequences if s.output is not None]
-        further = next(filter(None, [hook.on_complete(outputs) for hook in state.hooks]), None)
-        if state.parent is not None:
-            self._scheduler.states.remove(state)
-            self._report(state.parent)
-        elif further is None:
+        if state.parent is None:
+            self._review(state, partial(self._conclude, state))
+            return
+        for hook in state.hooks:
+            hook.on_complete(state.outputs)
+        self._scheduler.states.remove(state)
+        self._review(state.parent, partial(self._report, state.parent))
+
+    def _conclude(self, state: RequestState) -> None:
+        """Report a request whose answers are reviewed, or run a further one before."""
+        further = next(filter(None, [hook.on_complete(state.outputs) for hook in state.hooks]), None)
+        if further is None:
             self._report(state)
         else:
             child = RequestState(further.request, state.number, state, begun=True, hooks=[further.hook])
@@ -322,16 +344,49 @@ class OutputProcessor:
         generation.finish_reason = early or generation.finish_reason
         self._counts.generated += len(generation.token_ids)
 
-    def _report(self, state: RequestState, early: Early | None = None) -> None:
-        """Report the answers. early: reason for ending the request with incomplete answers."""
+    def _end_early(self, state: RequestState) -> None:
+        """End a cancelled or overdue request with incomplete answers."""
+        early = state.ended
         if state.parent is not None:  # its parent ends, too
             self.drop(state)
             return
-        work = list[Iterator[None]]()
         try:
             for sequence in list(state.unfinished):
                 if sequence.output is not None:
                     self._close(sequence, early)
+                sequence.release(SequenceStatus.FINISHED)
+            self._review(state, partial(self._report, state, early))
+        except Exception as error:
+            self._fail(state, error)
+
+    def _review(self, state: RequestState, then: Callable[[], None]) -> None:
+        """Let the hooks review the texts of the answers, and go on with `then`."""
+        texts = [generation.text for generation in self._generations(state)]
+        work = list(filter(None, [hook.review(texts, lambda: state.cancelled) for hook in state.hooks]))
+        if work and self._aside is not None:
+            state.in_review = True
+            self._reviews[state] = self._aside(lambda: [review() for review in work]), then
+            return
+        for review in work:
+            review()
+        then()
+
+    def _end_reviews(self) -> None:
+        """Go on with the requests whose review has ended."""
+        for state, (future, then) in list(self._reviews.items()):
+            if future.done():
+                del self._reviews[state]
+                state.in_review = False
+                try:
+                    future.result()
+                    then()
+                except Exception as error:
+                    self._fail(state, error)
+
+    def _report(self, state: RequestState, early: Early | None = None) -> None:
+        """Report the answers. early: reason for ending the request with incomplete answers."""
+        work = list[Iterator[None]]()
+        try:
             answers = self._answers(state)
             if state.done is not None and early is None:
                 for hook in state.hooks:
@@ -365,13 +420,10 @@ class OutputProcessor:
         self._emit(state, Done(answers, early))
 
     def _answers(self, state: RequestState) -> list[Answer]:
-        """Return the answers, the n likeliest if more were generated; none before the prompt is done. Emits text that
-        was not streamed."""
+        """Return the answers, none before the prompt is done. Emits text that was not streamed."""
         if state.done is None:
             return []
-        made = [s.output.out for s in state.sequences if s.output is not None]
-        if len(made) > state.request.sampling.n:
-            made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
+        made = self._generations(state)
         if not state.streams and state.request.sampling.logprobs is None:  # they were kept to choose the likeliest
             for generation in made:
                 generation.logprobs = []
@@ -387,6 +439,13 @@ class OutputProcessor:
                     if event.text:
                         self._emit(state, event)
         return answers
+
+    def _generations(self, state: RequestState) -> list[Generation]:
+        """Return the answers, the n likeliest if more were generated."""
+        made = [output.out for output in state.outputs]
+        if len(made) <= state.request.sampling.n:
+            return made
+        return sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
 
     def _fail(self, state: RequestState, error: Exception) -> None:
         """End the request, or the parent of a further one, with an error."""

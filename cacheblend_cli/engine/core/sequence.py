@@ -107,6 +107,7 @@ class RequestState:
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: bool = False  # it has left the queue at least once
+    in_review: bool = False  # it waits for hooks' work in another thread
     max_new_tokens: int = 0  # maximum tokens of an answer, with its reasoning
     num_answer_tokens: int = 0  # at the end of the prompt of a further request
     hooks: list[Hook] = field(default_factory=list)
@@ -119,6 +120,8 @@ class RequestState:
         """Return the reason to end the request early, or None."""
         if self.parent is not None:
             return self.parent.ended
+        if self.in_review:  # which ends soon, also if it is cancelled
+            return None
         if self.cancelled:
             return "cancelled"
         limit_s = self.request.options.deadline_s
@@ -135,8 +138,13 @@ class RequestState:
         return max(self.request.sampling.n, self.request.sampling.best_of)
 
     @property
+    def outputs(self) -> list[SequenceOutput]:
+        """Outputs of the answers that have begun."""
+        return [sequence.output for sequence in self.sequences if sequence.output is not None]
+
+    @property
     def num_started(self) -> int:
-        return sum(sequence.output is not None for sequence in self.sequences)
+        return len(self.outputs)
 
     @property
     def streams(self) -> bool:

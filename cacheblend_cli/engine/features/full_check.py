@@ -20,13 +20,13 @@ from torch import Tensor
 from cacheblend_cli.engine.core.hooks import Begun, Further, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.features.claims import claims_of
+from cacheblend_cli.engine.features.claims import Claims
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.device_time import DeviceTime
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.export import KVReader
-from cacheblend_cli.types import Answer, Confirmation, Verification, unsupported_line
+from cacheblend_cli.types import Answer, Confirmation, Verification
 
 if TYPE_CHECKING:
     from cacheblend_cli.blend.fidelity import Divergence
@@ -53,8 +53,9 @@ class Checks(Hook):
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self._runtime = runtime
         self.verify, self.confirm = request.options.verify, request.options.confirm
-        self._confirms_marked = request.options.on_unsupported == "confirm"
-        self.holds_back = self._confirms_marked and not request.options.drafts
+        marks = request.options.on_unsupported == "confirm"
+        self._claims = Claims(runtime, request) if marks and request.chunks else None
+        self.holds_back = marks and not request.options.drafts
         self._report: PrefillReport | None = None
         self.top1 = list[Tensor]()  # most likely token at each position of the answer, [] int64
         self.logits = list[Tensor]()  # at the first positions, fp32 [vocab_size] on the host
@@ -72,10 +73,13 @@ class Checks(Hook):
         if (len(self.logits) + 1) * logits.nbytes <= COMPARED_BYTES:
             self.logits.append(logits.to("cpu", copy=True))
 
+    def review(self, texts: Sequence[str], is_cancelled: Callable[[], bool]) -> Callable[[], None] | None:
+        return None if self._claims is None else self._claims.review(texts, is_cancelled)
+
     def on_complete(self, outputs: Sequence[SequenceOutput]) -> Further | None:
         assert self._report is not None
         draft, plan, request = outputs[0], self._report.plan, self._report.request
-        if self._confirms_marked and unsupported_line(claims_of(self._runtime, request, draft.out.text)):
+        if self._claims is not None and self._claims.is_marked(draft.out.text):
             self.confirm = True
         reuses = bool(plan.cached_tokens or self._report.prefix_cache_tokens)
         if self.confirm and not reuses:  # it is a full prefill's
@@ -87,6 +91,8 @@ class Checks(Hook):
 
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
         answer.verify, answer.confirmation = self.verification, self.confirmation
+        if self._claims is not None:
+            self._claims.on_answer(report, index, answer)
 
 
 class FullCheck(Hook):
