@@ -2,8 +2,9 @@
 they may not choose a model, a store or where data is sent.
 
 The record is in the user's data directory, where no checkout can write: a digest of each trusted cacheblend.toml, and
-a secret. A `.cacheblend` that was made on this machine by this user holds a stamp computed from the secret. Its owner
-proves nothing, because `git clone` makes the victim the owner.
+a secret. A `.cacheblend` that was made on this machine by this user holds a stamp: the identity of its store, with a
+digest of that and of the directory that is keyed by the secret. The owner of a file proves nothing, because `git clone`
+makes the victim the owner; nor does the directory alone, because `git pull` replaces ignored files in it.
 """
 
 from __future__ import annotations
@@ -48,30 +49,41 @@ def project_folder() -> Path | None:
     """Return `.cacheblend` of the working directory if the store in it may be used: this user made it, or it has no
     store yet."""
     folder = Path(PROJECT_FOLDER)
-    return folder if _is_folder(folder) and (not has_store(folder) or made_here(folder)) else None
+    if not _is_folder(folder) or has_link(folder):
+        return None
+    return folder if not has_store(folder) or stamped(folder) is not None else None
 
 
 def has_store(folder: Path) -> bool:
     """Return whether a `.cacheblend` has a store; a directory with only a server's socket is not one."""
-    return os.path.lexists(folder / STORE / "data.mdb") or (folder / STORE).is_symlink()
+    return os.path.lexists(folder / STORE / "data.mdb") or has_link(folder)
 
 
-def made_here(folder: Path) -> bool:
-    """Return whether a `.cacheblend` has the stamp that this user's secret gives it."""
+def has_link(folder: Path) -> bool:
+    """Return whether the store of a `.cacheblend` is a symbolic link, which could lead to any store of this user."""
+    return (folder / STORE).is_symlink()
+
+
+def stamped(folder: Path) -> str | None:
+    """Return the identity of the store that this user's stamp allows in a `.cacheblend`; None without such a stamp.
+    Stamps of version 0.2.13 and earlier allow any store: ""."""
     with suppress(OSError, ValueError):
-        found = _read(folder / _STAMP).decode("ascii").strip()
-        return _is_folder(folder) and found == _stamp(folder, _secret())
-    return False
+        identity, _, digest = _read(folder / _STAMP).decode("ascii").strip().rpartition(":")
+        if _is_folder(folder) and digest == _stamp(folder, identity, _secret()):
+            return identity
+    return None
 
 
-def stamp(folder: Path) -> None:
-    """Mark a `.cacheblend` as made by this user. Raises OSError.
+def stamp(folder: Path, identity: str) -> None:
+    """Allow the store with this identity in a `.cacheblend`. Raises OSError.
 
-    A .gitignore keeps it out of repositories: a published stamp would let others replace the store.
+    A .gitignore keeps it out of repositories: who knows the identity can replace the store.
     """
     if not _is_folder(folder):
         raise private_files.InsecurePath("is not a directory of this user", folder)
-    _write(folder / _STAMP, _stamp(folder, _secret(create=True)).encode() + b"\n")
+    if has_link(folder):
+        raise private_files.InsecurePath("is a symbolic link", folder / STORE)
+    _write(folder / _STAMP, f"{identity}:{_stamp(folder, identity, _secret(create=True))}\n".encode())
     if not os.path.lexists(folder / ".gitignore"):
         _write(folder / ".gitignore", b"*\n")
 
@@ -90,9 +102,10 @@ def _is_folder(folder: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
 
 
-def _stamp(folder: Path, secret: bytes) -> str:
-    """Return the stamp of a directory. It stays valid when the directory is renamed, and not in a copy."""
-    return hashlib.blake2b(str(folder.stat().st_ino).encode(), key=secret, digest_size=16).hexdigest()
+def _stamp(folder: Path, identity: str, secret: bytes) -> str:
+    """Return the digest of a stamp. It stays valid when the directory is renamed, and not in a copy."""
+    data = f"{folder.stat().st_ino}:{identity}".removesuffix(":")
+    return hashlib.blake2b(data.encode(), key=secret, digest_size=16).hexdigest()
 
 
 def _secret(*, create: bool = False) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +27,13 @@ def open_store(
 ) -> ChunkStore:
     """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
     max_bytes: a new quota, or None to keep the store's. A new store in a project's `.cacheblend` is marked as this
-    user's, so that later commands there use it."""
+    user's, so that later commands there use it; a store that replaced it is refused."""
     path = settings.store_path
     is_projects = path.name == trust.STORE and path.parent.name == trust.PROJECT_FOLDER
     is_new = is_projects and not trust.has_store(path.parent)
+    if is_new and write:
+        with suppress(OSError):
+            trust.unstamp(path.parent)
     store = cacheblend_store.ChunkStore.open(
         path,
         mode="write" if write else "read",
@@ -36,16 +41,27 @@ def open_store(
         max_bytes=max_bytes,
         lock_timeout=settings.lock_timeout,
         force=settings.force_store,
+        accept=partial(_accept, path.parent) if is_projects else None,
     )
-    if is_new:
+    if is_new or (is_projects and trust.stamped(path.parent) == ""):
         try:
-            trust.stamp(path.parent)
+            trust.stamp(path.parent, store.identity)
         except OSError as error:
-            Output().warn(
-                f"{path.parent} cannot be marked as yours ({error.strerror}): other commands will not find the store; "
-                f"name it: --store {path}"
-            )
+            if is_new:
+                Output().warn(
+                    f"{path.parent} cannot be marked as yours ({error.strerror}): other commands will not find the store; "
+                    f"name it: --store {path}"
+                )
     return store
+
+
+def _accept(folder: Path, identity: str) -> None:
+    """Raise StoreFormat if a `.cacheblend` of this user holds a store with another identity than the user's."""
+    if trust.stamped(folder) not in (None, "", identity):
+        raise cacheblend_store.StoreFormat(
+            f"the store at {folder / trust.STORE} is not the one that you made: it was replaced, as git pull can do",
+            f"remove it: rm -r {folder / trust.STORE}, then precompute again; or, if you trust it: cacheblend trust",
+        )
 
 
 def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cacheblend_store import ChunkStore
 from typer import Argument, Option
 
 from cacheblend_cli import trust as record
@@ -35,8 +36,10 @@ def trust(
     try:
         found = _settings(file, remove=remove) if file else {}
         store = own.resolve() / record.STORE if record.has_store(own) else None
-        if store:
-            (record.unstamp if remove else record.stamp)(own)
+        if store and remove:
+            record.unstamp(own)
+        elif store:
+            _accept(own)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}", "check its owner and permissions") from error
     if json:
@@ -51,6 +54,17 @@ def trust(
             output.line(f"  {name} = {value!r}")
     if store:
         output.line(f"{verb}: {store}")
+
+
+def _accept(folder: Path) -> None:
+    """Accept the store of a `.cacheblend`. Its new identity is not known where it came from. Raises OSError."""
+    if record.has_link(folder):
+        raise UsageError(
+            f"{folder / record.STORE} is a symbolic link", "name its target: cacheblend config set store PATH"
+        )
+    with ChunkStore.open(folder / record.STORE, mode="write", create=False) as store:
+        store.set_identity()
+        record.stamp(folder, store.identity)
 
 
 def _settings(file: Path, *, remove: bool) -> dict[str, object]:

@@ -14,7 +14,7 @@ from cacheblend_store.format.plain_json import load_object, typed
 from cacheblend_store.format.records import seal, seal_json, unseal
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 
-_VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
+_VERSION, IDENTITY, _STATE = b"format_version", b"identity", b"state"
 
 COUNTED = {"blobs": "live_bytes", "chunks": "text_bytes", "documents": "document_bytes"}
 """Database -> field of State with the size of its values in bytes."""
@@ -39,18 +39,27 @@ class State:
 def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
     meta = dbs["meta"]
     transaction.put(_VERSION, str(FORMAT_VERSION).encode(), db=meta)
-    transaction.put(_IDENTITY, seal(_IDENTITY, uuid.uuid4().hex.encode()), db=meta)
+    transaction.put(IDENTITY, sealed_identity(new_identity()), db=meta)
     write_state(transaction, dbs, State(generation=1, text_bytes=0, document_bytes=0))
+
+
+def new_identity() -> str:
+    return uuid.uuid4().hex
+
+
+def sealed_identity(identity: str) -> bytes:
+    """Return the identity's record."""
+    return seal(IDENTITY, identity.encode())
 
 
 def read_identity(get: Get, where: str) -> str:
     """Return the store's identity, a random hex number. Raises StoreFormat (foreign store), StoreCorrupt."""
     check_format(get, where)
-    identity = get("meta", _IDENTITY)
+    identity = get("meta", IDENTITY)
     if identity is None or get("meta", _VERSION) is None:
         raise StoreFormat(f"{where} has no identity record: it is not a cacheblend store", "name another --store")
     try:
-        return unseal(_IDENTITY, identity).decode()
+        return uuid.UUID(unseal(IDENTITY, identity).decode()).hex
     except (BadBlob, ValueError) as error:
         raise StoreCorrupt(
             f"the identity record of the store at {where} is damaged", "run: cacheblend chunks verify --repair"

@@ -22,8 +22,9 @@ from cacheblend_store.format.records import Blob, ChunkManifest, DocumentRecord,
 from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.lmdb_file.directory import TREE_BYTES, check_directory, check_space, keep_reserve, use_reserve
 from cacheblend_store.lmdb_file.environment import Environment, acquire, release
+from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.reader import StoreReader
-from cacheblend_store.state import read_identity, write_identity
+from cacheblend_store.state import IDENTITY, new_identity, read_identity, sealed_identity, write_identity
 from cacheblend_store.writer import PutStatus, StoreWriter
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ NO_PAGES = (
     "deleting needs about 1 MiB: remove another file on this disk; or move the store's folder to another disk, and run "
     "this there with --store"
 )
+Accept = Callable[[str], None]
+"""Called with the identity of each data.mdb that is opened, before anything is written; raises to refuse it."""
 T = TypeVar("T")
 
 
@@ -48,8 +51,11 @@ class ChunkStore:
     must open the store itself. Errors are StoreErrors with a message and a hint.
     """
 
-    def __init__(self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool) -> None:
+    def __init__(
+        self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool, accept: Accept | None
+    ) -> None:
         self.path, self.writable, self.lock_timeout, self.forced = path, write, lock_timeout, force
+        self._accept = accept
         self._touched: dict[bytes, float] = {}
         self._touch_lock = threading.Lock()
         self.tier: SharedTier | None = None
@@ -57,6 +63,8 @@ class ChunkStore:
         try:
             with self.read() as reader:
                 self.identity = read_identity(reader.get, str(path))
+            if accept is not None:  # another store of this process may have opened the environment without it
+                accept(self.identity)
         except BaseException:
             self.close()
             raise
@@ -71,15 +79,17 @@ class ChunkStore:
         max_bytes: int | None = None,
         lock_timeout: float = 30.0,
         force: bool = False,
+        accept: Accept | None = None,
     ) -> ChunkStore:
         """Open a store.
 
         create: create a missing store; by default if mode == "write". max_bytes: new quota for KV and text in bytes,
         saved in the store (0: no quota; None: unchanged); excess is evicted. lock_timeout: seconds to wait for the
-        writer lock. force: accept a network filesystem or a directory of another user.
+        writer lock. force: accept a network filesystem or a directory of another user. accept: refuses a data.mdb of
+        another store, also one that appears while the store is open.
         """
         write = mode == "write"
-        store = cls(Path(path), write, write if create is None else create, lock_timeout, force)
+        store = cls(Path(path), write, write if create is None else create, lock_timeout, force, accept)
         if write and store.is_own:
             keep_reserve(store.path)
         if max_bytes is not None and write and max_bytes != store.max_bytes:
@@ -88,7 +98,11 @@ class ChunkStore:
 
     def _acquire(self, *, create: bool = False) -> Environment:
         check_directory(self.path, write=self.writable, create=create, force=self.forced)
-        return acquire(self.path, self.lock_timeout, write_identity, force=self.forced)
+        return acquire(self.path, self.lock_timeout, write_identity, self._check, force=self.forced)
+
+    def _check(self, pages: PageReader) -> None:
+        if self._accept is not None:
+            self._accept(read_identity(StoreReader(pages).get, str(self.path)))
 
     def __enter__(self) -> ChunkStore:
         return self
@@ -405,6 +419,12 @@ class ChunkStore:
             return True
 
         self._until_done(change)
+
+    def set_identity(self, identity: str | None = None) -> None:
+        """Replace the random hex number that tells stores apart, by default by a new one."""
+        identity = identity or new_identity()
+        self.transact(lambda writer: writer.put("meta", IDENTITY, sealed_identity(identity)))
+        self.identity = identity
 
     # inside
 

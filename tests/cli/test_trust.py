@@ -117,11 +117,81 @@ def test_a_stamp_is_of_one_folder_and_one_user(
     monkeypatch.chdir(tmp_path / "renamed")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "other"))
     assert trust.project_folder() is None
-    trust.stamp(Path(".cacheblend"))
+    trust.stamp(Path(".cacheblend"), "an identity")
     assert trust.project_folder() == Path(".cacheblend")
     secret = user_data_path("cacheblend") / "stamp-secret"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     secret.write_text("")  # a stamp without a secret could be forged
+    assert trust.project_folder() is None
+
+
+@pytest.fixture
+def project(cli: Cli, home: Path, docs: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own project in whose store `git pull` puts the one of the checkout, as git does with ignored files."""
+    project = home.parent / "project"
+    monkeypatch.chdir(project)
+    (project / ".cacheblend").mkdir()
+    (project / "own.md").write_text("# Own\n\nMara leads billing.\n")
+    assert cli("precompute", "own.md", "-q").code == 0
+    _pull(checkout)
+    return project
+
+
+def _pull(checkout: Path) -> None:
+    Path(".cacheblend/store/data.mdb").unlink()
+    shutil.copy(checkout / ".cacheblend/store/data.mdb", ".cacheblend/store/data.mdb")
+
+
+@pytest.mark.parametrize("named", [(), ("--store", ".cacheblend/store")])
+@pytest.mark.parametrize("command", [("search", "alpha"), ASK, ("precompute", "own.md"), ("chunks", "compact")])
+def test_a_store_that_replaced_the_own_one_is_neither_read_nor_written(
+    cli: Cli, project: Path, command: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    before = Path(".cacheblend/store/data.mdb").read_bytes()
+    result = cli(*command, *named)
+    assert (result.code, result.out) == (4, "")
+    assert "it was replaced" in result.err
+    assert "cacheblend trust" in result.last
+    assert Path(".cacheblend/store/data.mdb").read_bytes() == before
+
+
+def test_trust_in_a_replaced_store_ends_when_it_is_replaced_again(cli: Cli, project: Path, checkout: Path) -> None:
+    """Its author knows the identity that it came with."""
+    assert cli("trust").code == 0
+    assert "alpha" in cli("search", "alpha").out
+    _pull(checkout)
+    assert cli("search", "alpha").code == 4
+    shutil.rmtree(".cacheblend/store")
+    for command in (("precompute", "own.md"), ("search", "billing")):
+        assert cli(*command).code == 0
+
+
+def test_an_own_store_is_known_again(cli: Cli, home: Path, docs: Path) -> None:
+    """After work that replaces data.mdb, and with the stamp of version 0.2.13, which is renewed."""
+    Path(".cacheblend").mkdir()
+    assert cli("precompute", str(docs), "-q").code == 0
+    identity = trust.stamped(Path(".cacheblend"))
+    backup = Path(shutil.copy(".cacheblend/store/data.mdb", home))
+    assert cli("chunks", "compact").code == 0
+    assert cli("search", "alpha").code == 0
+    backup.replace(".cacheblend/store/data.mdb")
+    assert cli("search", "alpha").code == 0
+
+    trust.stamp(Path(".cacheblend"), "")
+    stamp = Path(".cacheblend/stamp")
+    stamp.write_text(stamp.read_text().removeprefix(":"))
+    assert cli("search", "alpha").code == 0
+    assert trust.stamped(Path(".cacheblend")) == identity
+
+
+def test_a_store_that_is_a_link_is_not_used(cli: Cli, home: Path, docs: Path) -> None:
+    """A checkout could choose any store of this user."""
+    Path(".cacheblend").mkdir()
+    assert cli("precompute", str(docs), "-q").code == 0
+    Path(".cacheblend/store").rename(home / "other store")
+    Path(".cacheblend/store").symlink_to(home / "other store")
+    assert cli("search", "alpha").code == 3
+    assert "is a symbolic link" in cli("trust").err
     assert trust.project_folder() is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import struct
 from collections.abc import Callable
@@ -169,6 +170,36 @@ def test_an_lmdb_file_of_another_program_is_no_store(tmp_path: Path, mode: str) 
             env.open_db(name.encode())
     with pytest.raises(StoreFormat, match="identity"):
         ChunkStore.open(foreign, mode=mode)  # type: ignore[arg-type]
+
+
+def test_a_file_of_another_store_is_refused_also_while_the_store_is_open(path: Path, tmp_path: Path) -> None:
+    """Before LMDB opens it, so nothing is written. What replaces the file itself keeps the identity."""
+    with ChunkStore.open(tmp_path / "other", mode="write") as other:
+        other.put_chunk(*make_chunk(2))
+
+    def accept(found: str) -> None:
+        if found != identity:
+            raise StoreFormat("another store")
+
+    with ChunkStore.open(path, mode="write") as store:
+        identity = store.identity
+        compact(store)
+    salvage(path)
+    with ChunkStore.open(path, mode="write", accept=accept) as store:
+        assert store.identity == identity
+        shutil.copy(path / "data.mdb", tmp_path / "backup")
+        (tmp_path / "other/data.mdb").replace(path / "data.mdb")
+        before = (path / "data.mdb").read_bytes()
+        for work in (lambda: list(store.chunks()), lambda: store.put_chunk(*make_chunk(3)), store.check_file):
+            with pytest.raises(StoreFormat, match="another store"):
+                work()
+        for mode in ("read", "write"):
+            with pytest.raises(StoreFormat, match="another store"):
+                ChunkStore.open(path, mode=mode, accept=accept)
+        assert (path / "data.mdb").read_bytes() == before
+        (tmp_path / "backup").replace(path / "data.mdb")
+        assert store.identity == identity
+        store.put_chunk(*make_chunk(3))
 
 
 def test_a_damaged_identity_is_damage(path: Path) -> None:

@@ -15,7 +15,7 @@ import lmdb
 
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA, LOCK, MAKING, check_space, sync_folder, sync_handle, unreadable
-from cacheblend_store.lmdb_file.pages.commits import snapshot
+from cacheblend_store.lmdb_file.pages.commits import newest
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 from cacheblend_store.private_files import InsecurePath, check_files, open_file
@@ -73,9 +73,7 @@ def compact_copy(store: Path, folder: Path) -> None:
     """Copy the store's data.mdb without its free pages into an empty directory. The store must not be open. LMDB trusts
     every page that it copies, so all pages are checked first. Raises StoreCorrupt."""
     with os.fdopen(open_file(store / DATA, anywhere=True), "rb", buffering=0) as file, translated(store):
-        pages = snapshot(file.fileno(), store)
-        assert pages is not None, "the newest commit is always there"
-        pages.check()
+        newest(file.fileno(), store).check()
         source = open_lmdb(store)
         try:
             source.copy(str(folder), compact=True)

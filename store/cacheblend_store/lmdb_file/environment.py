@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,22 @@ from cacheblend_store.errors import StoreCorrupt, StoreError, StoreIOError, Stor
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.datafile import Fill, clear_making, make_store, open_lmdb
 from cacheblend_store.lmdb_file.directory import DATA, is_writable, open_data, unreadable
-from cacheblend_store.lmdb_file.pages.commits import check_index, read_metas, snapshot
+from cacheblend_store.lmdb_file.pages.commits import check_index, newest, read_metas, snapshot
 from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
 from cacheblend_store.lmdb_file.translation import Reopen, damaged, translated
 
 _TRIES = 64  # attempts to begin a transaction, which other processes can make fail repeatedly
+Check = Callable[[PageReader], None]
+"""Raises to refuse a data.mdb. Called each time one is opened, before LMDB."""
 
 
 class Environment:
     """An open LMDB environment. Use `acquire` and `release`, which count users."""
 
-    def __init__(self, store: Path, lock_timeout: float, *, force: bool) -> None:
+    def __init__(self, store: Path, lock_timeout: float, check: Check, *, force: bool) -> None:
         self.store, self.pid, self.users = store, os.getpid(), 1
-        self._timeout = lock_timeout
+        self._timeout, self._check = lock_timeout, check
         self._changed = threading.Condition()
         self.transactions = self._waiting = 0
         self._file = -1  # -1: not open
@@ -57,7 +59,7 @@ class Environment:
         try:
             info = os.fstat(self._file)
             self._inode = info.st_dev, info.st_ino
-            snapshot(self._file, self.store)  # checks the meta pages, which LMDB trusts as soon as it opens the file
+            self._check_newest(self._file)
             if self.is_own:
                 self._lmdb = open_lmdb(self.store)
                 with translated(self.store):
@@ -65,6 +67,13 @@ class Environment:
         except BaseException:
             self._close_file()
             raise
+
+    def _check_newest(self, handle: int) -> None:
+        """Check the meta pages, which LMDB trusts as soon as it opens the file, and which store this is."""
+        try:
+            self._check(newest(handle, self.store))
+        except StoreCorrupt:  # no transaction protects these pages: another process may have reused them
+            self._check(newest(handle, self.store))
 
     def close(self) -> None:
         """Close the environment. Call it only in the process that opened it."""
@@ -181,7 +190,7 @@ class Environment:
         """Raise StoreError if a transaction could not begin over the file that is at the path now. Takes no lock."""
         handle = open_data(self.store)
         try:
-            snapshot(handle, self.store)
+            self._check_newest(handle)
         finally:
             os.close(handle)
 
@@ -221,9 +230,9 @@ _inherited: dict[str, Environment] = {}  # of the parent; kept, because LMDB clo
 _registry = threading.RLock()
 
 
-def acquire(store: Path, lock_timeout: float, fill: Fill, *, force: bool) -> Environment:
+def acquire(store: Path, lock_timeout: float, fill: Fill, check: Check, *, force: bool) -> Environment:
     """Return the store's environment, opening or creating it if needed. The directory must have been checked.
-    force: use a store of another user like an own one."""
+    check: of the process's first `acquire` of this store. force: use a store of another user like an own one."""
     with _registry:
         key = str(store.resolve())
         if key in _shared:
@@ -238,7 +247,7 @@ def acquire(store: Path, lock_timeout: float, fill: Fill, *, force: bool) -> Env
             _inherited.pop(key).close_lmdb()
         if not os.path.lexists(store / DATA):
             make_store(store, lock_timeout, fill)
-        _shared[key] = Environment(store, lock_timeout, force=force)
+        _shared[key] = Environment(store, lock_timeout, check, force=force)
         return _shared[key]
 
 

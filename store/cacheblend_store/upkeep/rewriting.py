@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cacheblend_store.errors import BadBlob, StoreCorrupt
+from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
 from cacheblend_store.lmdb_file.directory import DATA, check_directory, open_data
 from cacheblend_store.lmdb_file.pages.commits import salvageable
 from cacheblend_store.reader import StoreReader
-from cacheblend_store.state import check_format
+from cacheblend_store.state import check_format, read_identity
 from cacheblend_store.store import ChunkStore
 from cacheblend_store.upkeep import Progress
 
@@ -63,7 +63,10 @@ def salvage(
         source = StoreReader(salvageable(file.fileno(), path))
         with suppress(StoreCorrupt):
             check_format(source.get, str(path))  # with another format, no record could be read and all would be dropped
-        return _copy(source, target, progress)
+        report = _copy(source, target, progress)
+        with suppress(StoreError):
+            target.set_identity(read_identity(source.get, str(path)))  # else the rebuilt store is taken for another one
+        return report
 
 
 def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) -> SalvageReport:

@@ -53,6 +53,13 @@ def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader |
     return PageReader(handle, older, store) if txnid == older.txnid else None
 
 
+def newest(handle: int, store: Path) -> PageReader:
+    """Return the pages of the newest commit. Raises StoreCorrupt, StoreFormat."""
+    pages = snapshot(handle, store)
+    assert pages is not None, "the newest commit is always there"
+    return pages
+
+
 def check_index(handle: int, pages: PageReader) -> None:
     """Check an open file once: the meta pages belong to the commits that they name, and all databases exist."""
     older, newest = read_metas(handle, pages.store)
