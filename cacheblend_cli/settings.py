@@ -21,7 +21,8 @@ from cacheblend_cli.text_files import check_text, decode_text, reading
 
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
-_MOST_BYTES = 1 << 20  # of a settings file
+_MOST_BYTES = 64 << 10  # of a settings file
+_MOST_DOTS = 512  # in a line: the time for a dotted key is quadratic in its parts
 API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 """Environment variable with the API keys of `serve`. Not a setting, because `config show` would print the secret."""
 KV_DTYPES = ("auto", "exact", *CODECS)
@@ -107,7 +108,7 @@ class Settings:
         "Share of the reused, inexact tokens to recompute; model: the share that models check measured for this model, or 0.15; "
         "auto: as many as fit into the loading time, or a full prefill if that is faster.",
     )
-    ratio_floor: float = _setting(0.15, "Lower bound of --ratio auto.")
+    ratio_floor: float = _setting(0.15, "Lower bound of --ratio auto.", least=0, most=1)
     selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")
     deviation: str = _setting("k", "Tensors that hkvd compares: v, k or kv.", choices=("v", "k", "kv"))
     check_layer: int = _setting(1, "Layer at which hkvd chooses tokens.")
@@ -118,9 +119,9 @@ class Settings:
         "regression", "Correct the KV of other tokens by regression, or none.", choices=("regression", "none")
     )
     kl_mean: float = _setting(
-        0.03, "models check: accept a ratio up to this mean KL to a full prefill, in nats per token."
+        0.03, "models check: accept a ratio up to this mean KL to a full prefill, in nats per token.", least=0
     )
-    kl_p90: float = _setting(0.08, "models check: the same limit for the 90th percentile over prompts.")
+    kl_p90: float = _setting(0.08, "models check: the same limit for the 90th percentile over prompts.", least=0)
     max_tokens: int = _setting(128, "Maximum tokens of the answer.")
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")
     temperature: float = _setting(0.0, "Sampling temperature; 0: greedy.")
@@ -283,11 +284,13 @@ class Resolved:
     """Settings, and the origin of each value: "default", a file, an environment variable or "flag".
 
     ignored: settings of a project that is not trusted -> file or folder that sets them. See `trust`.
+    problems: errors of files and values that were left out.
     """
 
     settings: Settings
     origin: Mapping[str, str]
     ignored: Mapping[str, str] = field(default_factory=dict)
+    problems: Sequence[UsageError | NotFoundError] = ()
 
     @property
     def ignored_note(self) -> str:
@@ -319,21 +322,30 @@ PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file")
 """Settings with paths, which are relative to the file that sets them."""
 
 
-def resolve(flags: Mapping[str, Any]) -> Resolved:
-    """Merge all sources. A flag of None or [] counts as not given. Raises UsageError with the origin of a bad value."""
+def resolve(flags: Mapping[str, Any], *, lenient: bool = False) -> Resolved:
+    """Merge all sources. A flag of None or [] counts as not given. Raises UsageError with the origin of a bad value;
+    lenient: leaves it out."""
     values: dict[str, Any] = {}
     origin, ignored = dict(DEFAULTS.origin), dict[str, str]()
+    problems = list[UsageError | NotFoundError]()
     users, *projects = config_files()
     for path in filter(Path.is_file, (users, *projects)):
-        found, ignored = _accepted(path, is_users=path == users)
-        _merge(values, origin, found, str(path), path.parent)
+        try:
+            found, ignored = _accepted(path, is_users=path == users)
+        except (UsageError, NotFoundError) as error:
+            problems.append(error)
+            continue
+        problems += _merge(values, origin, found, str(path), path.parent)
     for variable, text in _variables():
-        _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
-    _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
+        problems += _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
+    problems += _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
+    if problems and not lenient:
+        raise problems[0]
     if not values.get("store") and trust.project_folder() is None and os.path.lexists(trust.PROJECT_FOLDER):
         ignored["store"] = os.path.abspath(trust.PROJECT_FOLDER)
     chosen = {name for name, place in origin.items() if place == "flag" or place.startswith(_ENV)}
-    return Resolved(Settings(**values), origin, {name: p for name, p in ignored.items() if name not in chosen})
+    unset = {name: p for name, p in ignored.items() if name not in chosen}
+    return Resolved(Settings(**values), origin, unset, problems)
 
 
 def _accepted(path: Path, *, is_users: bool) -> tuple[dict[str, Any], dict[str, str]]:
@@ -389,6 +401,8 @@ def read_settings(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Return a settings file's content, as read and by name. Raises UsageError, NotFoundError."""
     with reading(path):
         content = read_regular(path, _MOST_BYTES)
+    if any(line.count(b".") > _MOST_DOTS for line in content.split(b"\n")):
+        raise UsageError(f"{path} has a line with more than {_MOST_DOTS} dots", "fix or remove it")
     try:
         values = tomllib.loads(decode_text(content, str(path)))
     except (ValueError, RecursionError) as error:
@@ -425,20 +439,32 @@ class _Text(str):
 
 def _merge(
     values: dict[str, Any], origin: dict[str, str], layer: Mapping[str, Any], place: str, folder: Path | None = None
-) -> None:
+) -> list[UsageError]:
+    """Add the settings of one place. Return the errors of those that are left out."""
+    problems = list[UsageError]()
     for key, value in layer.items():
         name = _name(key)
-        if name not in _FIELDS:
-            hint = _similar(name)
-            if isinstance(value, dict):
-                hint = f"settings have no sections: remove the line [{key}]"
-            elif name in REMOVED:
-                hint = "this setting was removed, and has no effect any more: remove the line"
-            raise UsageError(f"unknown setting {key!r} in {place}", hint)
-        values[name] = _convert(name, value, place)
+        try:
+            converted = _known(name, key, value, place)
+        except UsageError as error:
+            problems.append(error)
+            continue
         if folder is not None and name in PATHS:
-            values[name] = _beside(folder, name, values[name])
-        origin[name] = place
+            converted = _beside(folder, name, converted)
+        values[name], origin[name] = converted, place
+    return problems
+
+
+def _known(name: str, key: str, value: Any, place: str) -> Any:
+    """Return the value of a setting in its type. Raises UsageError, also for an unknown one."""
+    if name in _FIELDS:
+        return _convert(name, value, place)
+    hint = _similar(name)
+    if isinstance(value, dict):
+        hint = f"settings have no sections: remove the line [{key}]"
+    elif name in REMOVED:
+        hint = "this setting was removed, and has no effect any more: remove the line"
+    raise UsageError(f"unknown setting {key!r} in {place}", hint)
 
 
 def _similar(name: str) -> str:
@@ -493,7 +519,7 @@ def _check_word(name: str, value: str, place: str, shown: str) -> None:
 
 def _check_bounds(name: str, value: float, place: str, shown: str) -> None:
     least, most = _METADATA[name].get("least"), _METADATA[name].get("most", math.inf)
-    if isinstance(value, int) and value > most:
+    if value > most:
         raise UsageError(f"{shown} is {value!r}; the maximum is {most}", _example(name, place))
     if least is not None and value < least:
         raise UsageError(f"{shown} is {value!r}; the minimum is {least}", _example(name, place))

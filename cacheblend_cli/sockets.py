@@ -9,13 +9,14 @@ import tempfile
 from pathlib import Path
 
 from cacheblend_store import private_files
-from cacheblend_store.private_files import InsecurePath, exposed
+from cacheblend_store.private_files import InsecurePath, exposed, read_regular
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import IDENTITY, Settings
 from cacheblend_cli.version import __version__
 
 PROTOCOL = 9
+_MOST_BYTES = 16 << 20  # of a prompt file
 _LONGEST = 100  # maximum bytes of a socket path; the system allows 107
 _NAME = "engine-"
 _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"
@@ -87,6 +88,6 @@ def _model(name: str) -> str:
 def _content(path: str) -> str:
     """Return the content of the prompt file; "" without one, or if it cannot be read (which is reported elsewhere)."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8") if path else ""
+        return read_regular(Path(path).expanduser(), _MOST_BYTES).decode() if path else ""
     except (OSError, UnicodeDecodeError):
         return ""

@@ -30,19 +30,25 @@ _MOST_BYTES = 1 << 20
 
 def is_trusted(file: Path, content: bytes) -> bool:
     """Return whether this user trusts a settings file with exactly this content."""
-    return _record().get(os.path.realpath(file)) == _digest(content)
+    return _record().get(_path(file)) == _digest(content)
 
 
 def trust(file: Path, content: bytes) -> None:
     """Trust a settings file as long as it has this content. Raises OSError if that cannot be recorded."""
-    _keep(_record() | {os.path.realpath(file): _digest(content)})
+    _keep(_record() | {_path(file): _digest(content)})
 
 
 def distrust(file: Path) -> None:
     """Stop trusting a settings file. Raises OSError."""
     record = _record()
-    if record.pop(os.path.realpath(file), None) is not None:
+    if record.pop(_path(file), None) is not None:
         _keep(record)
+
+
+def _path(file: Path) -> str:
+    """Return a file's real path, except that a link itself is not followed: its own folder is what relative paths in it
+    refer to."""
+    return os.path.join(os.path.realpath(file.parent), file.name)
 
 
 def project_folder() -> Path | None:

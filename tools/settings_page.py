@@ -14,6 +14,7 @@ All settings, written by `python -m tools.reference`. Each is a key of `cacheble
 (`cacheblend config set KEY VALUE`), an environment variable, and a flag of the commands named. A flag overrides the
 variable, which overrides the project's `cacheblend.toml`, then your own `config.toml`
 ([where it is](your-data.md)), then the default. `cacheblend config show --all` shows the values and where each comes from.
+A bad value is refused by `config set`, and by every command that reads it, with the file or variable that sets it.
 
 `*`: in a project's `cacheblend.toml` it is ignored until you run `cacheblend trust`
 ([security](security.md#projects-from-elsewhere)). API keys of `serve` are not settings: `CACHEBLEND_API_KEY`.

@@ -14,7 +14,7 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, result_
 from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.units import parse_age
+from cacheblend_cli.cli.units import keep_alive_s
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
@@ -67,8 +67,7 @@ class AskSession:
         self._documents = () if document is None else (TextDocument(document),)
         self.store, self.scope = store, EVERYTHING
         self._local_engine: LocalEngine | None = None
-        keep_alive = resolved.settings.keep_alive
-        self._keep_alive_s = 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "keep_alive")
+        self._keep_alive_s = keep_alive_s(resolved.settings.keep_alive)
 
     def ask(
         self, question_input: QuestionInput, streams: AnswerStream | None = None, history: Sequence[str] = ()

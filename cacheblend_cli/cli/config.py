@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -15,10 +16,12 @@ from cacheblend_cli import trust
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.cli.setting_checks import bad_settings, blamed
+from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.settings import (
     FILE,
     PATHS,
+    Resolved,
     Settings,
     config_files,
     parse_setting,
@@ -27,7 +30,7 @@ from cacheblend_cli.settings import (
     resolve,
     risky_settings,
 )
-from cacheblend_cli.text_files import read_text
+from cacheblend_cli.text_files import decode_text
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
@@ -52,14 +55,24 @@ def show(
     """Show settings and their origins.
 
     Shows common settings, and settings that are set. The origin of a value is a flag, an environment variable, a file
-    or the default. --json shows every setting.
+    or the default. --json shows every setting. Bad values are reported at the end (exit code 2).
     """
-    output, resolved = Output(), resolve({"store": store})
-    values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
-    if json:
-        records = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
-        output.json(records | {name: {**records[name], "ignored": place} for name, place in resolved.ignored.items()})
-        return
+    output, resolved = Output(), resolve({"store": store}, lenient=True)
+    (_show_json if json else partial(_show_tables, every=every))(resolved, output)
+    blamed_ones = (blamed(error, name, resolved.origin[name]) for name, error in bad_settings(resolved))
+    if problems := [*resolved.problems, *blamed_ones]:
+        for problem in problems:
+            output.error(problem.message, problem.hint)
+        raise typer.Exit(ExitCode.USAGE)
+
+
+def _show_json(resolved: Resolved, output: Output) -> None:
+    records = {name: {"value": value, "from": resolved.origin[name]} for name, value in _values(resolved).items()}
+    output.json(records | {name: {**records[name], "ignored": place} for name, place in resolved.ignored.items()})
+
+
+def _show_tables(resolved: Resolved, output: Output, *, every: bool) -> None:
+    values = _values(resolved)
     origin = {**resolved.origin, **{n: f"{resolved.origin[n]} (ignored: {p})" for n, p in resolved.ignored.items()}}
     shown = {n for n in values if every or n in options.COMMON or origin[n] != "default"}
     for number, (title, names) in enumerate(_topics()):
@@ -72,6 +85,10 @@ def show(
         output.warn(resolved.ignored_note)
     if left := len(values) - len(shown):
         output.note(f"{left} more settings have defaults; see: cacheblend config show --all")
+
+
+def _values(resolved: Resolved) -> dict[str, Any]:
+    return vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
 
 
 @app.command("init")
@@ -107,6 +124,10 @@ def set_(
 
     file = settings_file(user=user, project=project)
     name, value = parse_setting(key, values)
+    before = {error.message for _, error in bad_settings(resolve({}, lenient=True))}
+    for bad, error in bad_settings(resolve({name: value}, lenient=True)):
+        if bad == name or error.message not in before:
+            raise blamed(error, name, "")
     if name in PATHS:
         value = _from(file, value)
     document = read_document(file)
@@ -193,9 +214,10 @@ def read_document(file: Path) -> TOMLDocument:
 
     if not file.exists():
         return document()
+    content, _ = read_settings(file)  # within limits
     try:
-        return parse(read_text(file))
-    except TOMLKitError as error:
+        return parse(decode_text(content, str(file)))
+    except (TOMLKitError, RecursionError) as error:
         raise UsageError(f"{file} is not valid TOML: {error}", "fix or remove it") from error
 
 

@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.setting_checks import with_origin
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import describe
 from cacheblend_cli.cli.units import format_size, with_kv_line
@@ -38,7 +39,7 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
             if name == "model":
                 options.note_model(resolved, output, json=json)
         except Exception as error:
-            shown = options.with_origin(error, resolved) if isinstance(error, ModelNotFound) else error
+            shown = with_origin(error, resolved) if isinstance(error, ModelNotFound) else error
             errors.append(shown)
             facts[name] = {"error": getattr(shown, "message", str(shown))}
         if name == "store" and (damaged := facts[name].get("damaged")):

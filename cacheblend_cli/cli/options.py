@@ -18,11 +18,12 @@ from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.setting_checks import check_settings, with_origin
 from cacheblend_cli.cli.stores import OF_THE_STORE, with_model_of_store
-from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
+from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError, UsageError
 from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
-from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, config_files, grouped, of_settings, resolve
-from cacheblend_cli.types import EVERYTHING, BlendParams, Scope
+from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.types import EVERYTHING, Scope
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -95,14 +96,14 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
                 resolved = with_model_of_store(resolved)
             if resolved.ignored:
                 Output().warn(resolved.ignored_note)
-            if "selector" in flags:
-                BlendParams.of(resolved.settings)
+            check_settings(resolved)
             if "tensor_parallel" in flags or flags.keys() >= set(ASK):
                 _serve_if_other_rank(resolved.settings.tensor_parallel)
             try:
                 return command(**values, **{result: _RESULTS[result](resolved)})
-            except ModelNotFound as error:
-                raise with_origin(error, resolved) from error
+            except (UsageError, ModelNotFound) as error:
+                with_origin(error, resolved)
+                raise
 
         # the parser reads these; --json and --quiet come last in the help
         parameters = sorted((*own, *given), key=lambda p: p.name in ("json", "quiet"))
@@ -111,17 +112,6 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
         return run
 
     return decorate
-
-
-def with_origin(error: ModelNotFound, resolved: Resolved) -> ModelNotFound:
-    """Return the error with the file or variable that sets this model, and how to undo that."""
-    origin = resolved.origin["model"]
-    if origin in ("flag", "default", OF_THE_STORE) or error.name != resolved.settings.model:
-        return error
-    undo = f"unset {origin}"
-    if origin in (files := [str(file) for file in config_files()]):
-        undo = f"cacheblend config unset model{' --user' if origin == files[0] else ' --project'}"
-    return ModelNotFound(error.name, f"{error.message} (model in {origin})", f"{error.hint}; to undo: {undo}")
 
 
 def _serve_if_other_rank(tensor_parallel: int) -> None:

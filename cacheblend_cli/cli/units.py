@@ -23,6 +23,11 @@ def parse_age(text: str, flag: str) -> float:
     return _parse(text, flag, _SECONDS, "an age such as 30d or 12h")
 
 
+def keep_alive_s(text: str) -> float:
+    """Return the seconds of the setting keep_alive, 0 for off. Raises UsageError."""
+    return 0.0 if text in ("", "0") else parse_age(text, "--keep-alive")
+
+
 def format_size(count: int) -> str:
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:

@@ -14,8 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_store.private_files import read_regular
+
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.extras import require
+from cacheblend_cli.model.model_files import SMALL_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -275,6 +278,6 @@ def _pooling(path: Path) -> str:
 def _json(path: Path) -> Any:
     """Return the parsed file, {} if it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path, SMALL_BYTES))
     except (OSError, ValueError):
         return {}

@@ -38,12 +38,17 @@ _FILE_SIZE = 2 << 30  # bytes
 _JOBS = 4  # processes at a time
 
 
-def check_ocr(languages: str) -> None:
-    """Raise UsageError if the program is not installed, or if the languages are malformed."""
+def check_languages(languages: str) -> None:
+    """Raise UsageError if the languages are malformed."""
     if not _LANGUAGES.fullmatch(languages):
         raise UsageError(
             f"--ocr-languages {languages!r} is not a list of languages", "use tesseract's names, such as deu+eng"
         )
+
+
+def check_ocr(languages: str) -> None:
+    """Raise UsageError if the program is not installed, or if the languages are malformed."""
+    check_languages(languages)
     if shutil.which(PROGRAM) is None:
         raise UsageError(f"--ocr needs the program {PROGRAM}, which is not installed", _INSTALL)
 

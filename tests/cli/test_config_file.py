@@ -94,6 +94,71 @@ def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
     assert cli("ask", "--ratio", "banana", "x").err.startswith("error: --ratio is 'banana'")
 
 
+BAD = {
+    "ratio": "2", "ratio_floor": "9", "selector": "nosuch", "gradual": "x", "probe_layers": "x", "block": "0", "temperature": "-1",
+    "top_p": "3", "min_p": "4", "max_tokens": "0", "sample_top_k": "-1", "chunk_tokens": "0", "overlap": "600", "window": "0",
+    "neighbours": "-1", "state_every": "0", "device": "gpu", "gpu_memory_utilization": "7", "swap_space": "-3", "template_var": "x",
+    "max_size": "lots", "keep_alive": "banana", "tier": "ftp://x", "ocr_languages": "deu eng", "allow_origin": "nowhere",
+    "kl_mean": "-1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD.items())
+def test_a_bad_value_is_refused_where_it_is_set_and_traced_where_it_is_read(
+    cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    refused = cli("config", "set", "--project", name, "--", value)
+    assert (refused.code, file.exists()) == (2, False)
+    assert "--" not in refused.err
+    monkeypatch.setenv(f"CACHEBLEND_{name.upper()}", value)
+    read = cli("chunks", "ls")
+    assert read.code == 2
+    assert f"in CACHEBLEND_{name.upper()}" in read.err
+    monkeypatch.delenv(f"CACHEBLEND_{name.upper()}")
+    users = config_files()[0]
+    users.parent.mkdir(parents=True, exist_ok=True)
+    is_text = isinstance(getattr(Settings(), name), str) and name != "ratio"
+    users.write_text(
+        f"{name} = {[value] if isinstance(getattr(Settings(), name), tuple) else repr(value) if is_text else value}\n"
+    )
+    assert f"{name} in {users}" in cli("chunks", "ls").err
+    shown = cli("config", "show")
+    assert (shown.code, "\nratio " in shown.out, f"{name} in {users}" in shown.err) == (2, True, True)
+    assert cli("config", "set", "--user", "top_k", "7").code == 0
+    assert cli("config", "unset", "--user", name).code == 0
+    assert cli("config", "show").code == 0
+
+
+def test_settings_that_cannot_be_read_are_left_out_of_show(cli: Cli, file: Path) -> None:
+    for text in ("mode = 'nosuch'\nnosuch = 1\ntop_k = 7\n", "top_k = \n"):
+        file.write_text(text)
+        shown = cli("config", "show", "--json")
+        assert shown.code == 2
+        assert shown.records[0]["mode"]["value"] == "blend"
+        assert str(file) in shown.err
+    assert cli("chunks", "ls").code == 2
+
+
+def test_values_are_checked_together(cli: Cli, file: Path) -> None:
+    for name, value, code in (
+        ("overlap", "300", 2),
+        ("chunk_tokens", "1024", 0),
+        ("overlap", "300", 0),
+        ("chunk_tokens", "512", 2),
+    ):
+        assert cli("config", "set", "--project", name, value).code == code
+
+
+def test_an_error_about_a_flag_that_was_not_given_names_its_origin(cli: Cli, file: Path) -> None:
+    """Also for values that only the model can refuse."""
+    file.write_text("chunk_tokens = 100000\n")
+    Path("a.md").write_text("Mara leads billing.\n")
+    error = cli("precompute", "a.md").err
+    assert f"(chunk_tokens in {file})" in error
+    assert "--chunk-tokens 100000" not in error
+    assert "--chunk-tokens 100000" in cli("precompute", "a.md", "--chunk-tokens", "100000").err
+
+
 def test_show_has_common_settings_and_those_that_are_set(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd")
     shown, every = cli("config", "show"), cli("config", "show", "--all")

@@ -14,7 +14,7 @@ from command_line import Cli, process
 from platformdirs import user_data_path
 
 from cacheblend_cli import trust
-from cacheblend_cli.settings import HARMLESS, Settings, resolve
+from cacheblend_cli.settings import HARMLESS, Settings, config_files, resolve
 
 ASK = ("ask", "alpha", "--local", "--max-tokens", "4")
 
@@ -243,6 +243,52 @@ def test_settings_that_lead_elsewhere_are_ignored_until_they_are_trusted(
     file.write_text(file.read_text() + "salt = 'x'\n")  # another content asks again
     assert resolve({}).settings.tier == ""
     assert "ignored tier, salt" in cli("search", "vault").err
+
+
+def test_a_link_to_a_trusted_file_is_not_trusted(cli: Cli, home: Path) -> None:
+    """Relative paths in it would be those of the checkout."""
+    (home / "work").mkdir()
+    (home / "work/cacheblend.toml").write_text("store = 'kv'\n")
+    assert cli("trust", str(home / "work")).code == 0
+    Path("cacheblend.toml").symlink_to(home / "work/cacheblend.toml")
+    assert (resolve({}).settings.store, list(resolve({}).ignored)) == ("", ["store"])
+    assert cli("trust").code == 0  # the user's own link
+    assert resolve({}).settings.store == str(Path("kv").resolve())
+    Path("link").symlink_to(home / "work")
+    assert config_files(Path("link"))[1] == Path("link/cacheblend.toml").absolute()
+    assert trust.is_trusted(Path("link/cacheblend.toml"), b"store = 'kv'\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".".join(["a"] * 30_000) + " = 1",
+        "[" + ".".join(["a"] * 30_000) + "]",
+        "x = " + "[" * 20_000,
+        "x = " + "{a=" * 20_000,
+        f"system = '{'a' * (64 << 10)}'",
+    ],
+    ids=["dotted key", "dotted table", "arrays", "inline tables", "large"],
+)
+def test_settings_that_would_take_long_to_parse_are_refused(cli: Cli, home: Path, text: str) -> None:
+    """Every command in a checkout reads its settings. Without limits, a dotted key takes minutes."""
+    Path("cacheblend.toml").write_text(text)
+    for command in (("chunks", "ls"), ("config", "set", "--project", "top_k", "3")):
+        result = cli(*command)
+        assert result.code == 2
+        assert str(Path("cacheblend.toml").resolve()) in result.err
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "sparse"])
+def test_a_prompt_file_of_a_checkout_is_a_small_regular_file(cli: Cli, home: Path, docs: Path, kind: str) -> None:
+    Path("cacheblend.toml").write_text("prompt = 'prompt.txt'\n")
+    if kind == "FIFO":
+        os.mkfifo("prompt.txt")
+    else:
+        Path("prompt.txt").touch()
+        os.truncate("prompt.txt", 1 << 40)
+    assert cli("ask", "alpha").code in (2, 3)
+    assert cli("serve", "--status").code == 3
 
 
 def test_only_what_changes_answers_is_harmless(cli: Cli, home: Path) -> None:
