@@ -257,6 +257,8 @@ class ByMeaning:
         while _embed_some(db, query.embedder, searched):
             pass
         rows = db.execute(_VECTORS.format(where=searched.where), searched.parameters).fetchall()
+        if any(len(vector) != 2 * len(query.vector) for _, vector in rows):
+            raise sqlite3.DatabaseError("the index has vectors of another size")
         stored = np.frombuffer(b"".join(vector for _, vector in rows), dtype=np.float16)
         vectors = stored.reshape(len(rows), len(query.vector)).astype(np.float32)
         self._db, self._scores = db, (vectors @ query.vector).round(4)

@@ -13,7 +13,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.corpus.normalise import spaced, unspaced
 from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, Searched, fuse, telling_sentence
 from cacheblend_cli.corpus.scopes import holds
-from cacheblend_cli.corpus.search_index import open_index
+from cacheblend_cli.corpus.search_index import check_stored, open_index, rebuilding
 from cacheblend_cli.errors import NotFoundError, check_known
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.types import EVERYTHING, NUM_HITS, Scope, SearchParams
@@ -131,6 +131,7 @@ def damaged_note(count: int) -> str:
     return f"{what} damaged and not searched; repair: cacheblend chunks verify --repair, then cacheblend precompute"
 
 
+@rebuilding
 def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> SearchResult:
     """Find the k best chunks in the scope for a free-text query. A query without words has no hits. Thread-safe.
 
@@ -167,6 +168,7 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
             match = words.of(row)[0] if words and not meaning else row.score
             hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
         hits += _beside(db, rows, lookup.expand)
+        check_stored(db, store, (hit.key for hit in hits))
         return SearchResult(hits, lookup.by, num_found - len(rows), damaged, distinct.num_repeated)
 
 
@@ -260,6 +262,7 @@ class _Counted:
         return {c: found[c] for c in [c for c in self._collections if c in found][:1]}
 
 
+@rebuilding
 def searchable(store: ChunkStore, collections: Sequence[str] | None = None) -> list[str]:
     """Return the names of all documents that `search` can find. collections: only documents in these."""
     searched = Searched(collections)
@@ -268,6 +271,7 @@ def searchable(store: ChunkStore, collections: Sequence[str] | None = None) -> l
     return sorted(name for name in names if holds(EVERYTHING, name))
 
 
+@rebuilding
 def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
     """Return whether `search` could find a chunk of these collections."""
     searched = Searched(collections)

@@ -1,21 +1,26 @@
-"""Search index: an SQLite FTS5 file in the store's directory, derived from the store and updated from its change
-log."""
+"""Search index: an SQLite FTS5 file in the store's directory, derived from the store and updated from its change log.
+
+The file may come from elsewhere or be damaged. It is used if its schema is exactly ours, and made anew after any error.
+"""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import lru_cache, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
-from cacheblend_store import ChunkStore, StorePermission
+from cacheblend_store import ChunkStore, StoreError, StorePermission
 from cacheblend_store.private_files import InsecurePath, check_files, open_file
 
 from cacheblend_cli.corpus.index_update import plan_update, write_update
 from cacheblend_cli.corpus.normalise import fts5_tokenizer
 
+_FILE = "search.sqlite3"
 _SCHEMA = 12
 _TABLES = """
     CREATE TABLE stamp (value TEXT);
@@ -37,7 +42,33 @@ _TABLES = """
     PRAGMA user_version = {schema};
 """
 _LOCKED_S = 60.0  # seconds to wait for another process
+_BESIDE = ("-journal", "-wal", "-shm")  # SQLite's files beside a database
 _updating = threading.RLock()  # threads wait here, because SQLite's own lock has a timeout
+_DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+"""Errors of damaged data, or of values that we did not write."""
+_discarded = set[tuple[str, int]]()  # (identity, generation) of the indexes that this process made anew after an error
+Schema = tuple[int, frozenset[tuple[str | None, ...]]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def rebuilding(work: Callable[Concatenate[ChunkStore, P], T]) -> Callable[Concatenate[ChunkStore, P], T]:
+    """Decorate a function that uses `open_index`: after an error of a damaged index, make the index anew and call it
+    again. The index is made anew once for each generation: after that, the fault is not in it."""
+
+    @wraps(work)
+    def call(store: ChunkStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return work(store, *args, **kwargs)
+        except _DAMAGE as error:
+            if isinstance(error, sqlite3.OperationalError) or not store.is_own:
+                raise
+            if (state := (store.identity, store.generation)) not in _discarded:
+                _discarded.add(state)
+                _discard(store.path / _FILE)
+        return work(store, *args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -57,6 +88,13 @@ def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
         yield db
 
 
+def check_stored(db: sqlite3.Connection, store: ChunkStore, keys: Iterable[bytes]) -> None:
+    """Raise DatabaseError if the index names chunks that the store does not have, though nothing changed since."""
+    with suppress(StoreError), store.read() as reader:
+        if any(reader.get("chunks", key) is None for key in keys) and _indexed(db, store) == store.generation:
+            raise sqlite3.DatabaseError("the index has other chunks than the store")
+
+
 @contextmanager
 def in_transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Commit everything or nothing."""
@@ -72,7 +110,7 @@ def in_transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
-    path = store.path / "search.sqlite3"
+    path = store.path / _FILE
     for _ in range(2):
         if not store.is_own:
             break
@@ -85,18 +123,21 @@ def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
         try:
             _refresh(db, store)
             return db
-        except sqlite3.OperationalError:  # locked for too long, or no space
+        except BaseException as error:
             db.close()
-            break
-        except sqlite3.DatabaseError:  # damaged: rebuild it
-            db.close()
-            path.unlink(missing_ok=True)
-        except BaseException:
-            db.close()
-            raise
+            if not isinstance(error, _DAMAGE):
+                raise
+            if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+                break  # locked for too long, or no space
+            _discard(path)
     db = sqlite3.connect(":memory:", isolation_level=None)
     _refresh(db, store)
     return db
+
+
+def _discard(path: Path) -> None:
+    for suffix in ("", *_BESIDE):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _create(path: Path) -> None:
@@ -104,7 +145,7 @@ def _create(path: Path) -> None:
     to its target."""
     try:
         os.close(open_file(path, os.O_RDWR | os.O_CREAT, anywhere=True))
-        check_files(*(path.with_name(f"{path.name}-{suffix}") for suffix in ("journal", "wal", "shm")))
+        check_files(*(path.with_name(path.name + suffix) for suffix in _BESIDE))
     except InsecurePath as error:
         raise StorePermission(f"{error.filename} {error.strerror}", f"remove it: rm {error.filename}") from error
 
@@ -114,32 +155,52 @@ def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
 
     The cost is proportional to the changes, unless the change log has a gap: then everything is compared.
     """
-    if _stamp(db) == (store.identity, store.generation):
+    db.execute("PRAGMA trusted_schema = OFF")
+    if _indexed(db, store) == store.generation:
         return
     with in_transaction(db):
-        identity, generation = _stamp(db)
+        indexed = _indexed(db, store)
         with store.read() as reader:
             now = reader.state().generation
-            if (identity, generation) == (store.identity, now):  # another process was faster
+            if indexed == now:  # another process was faster
                 return
-            changes = None
-            if identity != store.identity:
-                for table in ("chunks", "places", "versions", "stamp", "vectors", "pending", "embedder", "damaged"):
-                    db.execute(f"DROP TABLE IF EXISTS {table}")
-                for statement in _TABLES.format(tokenizer=fts5_tokenizer(), schema=_SCHEMA).split(";"):
-                    db.execute(statement)
-            else:
-                changes = reader.changes_since(generation)
+            if indexed is None:
+                _make_tables(db)
+            changes = None if indexed is None else reader.changes_since(indexed)
             update = plan_update(db, reader, changes)
         write_update(db, store, update)
         db.execute("DELETE FROM stamp")
         db.execute("INSERT INTO stamp VALUES (?)", (f"{store.identity}:{now}",))
 
 
-def _stamp(db: sqlite3.Connection) -> tuple[str, int]:
-    """Return (identity, generation) of the indexed store; ("", 0) for a new index or another schema."""
-    if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA:
-        return "", 0
-    row = db.execute("SELECT value FROM stamp").fetchone()
-    identity, _, generation = (row[0] if row else ":0").partition(":")
-    return identity, int(generation)
+def _make_tables(db: sqlite3.Connection) -> None:
+    for statement in _TABLES.format(tokenizer=fts5_tokenizer(), schema=_SCHEMA).split(";"):
+        db.execute(statement)
+
+
+@lru_cache(maxsize=1)
+def _own_schema() -> Schema:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        _make_tables(db)
+        return _schema(db)
+
+
+def _schema(db: sqlite3.Connection) -> Schema:
+    """Return the schema's version and its entries."""
+    [(version,)] = db.execute("PRAGMA user_version")
+    return version, frozenset(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
+
+
+def _indexed(db: sqlite3.Connection, store: ChunkStore) -> int | None:
+    """Return the generation of the store that is indexed, None for an empty file. Raises DatabaseError for an index of
+    another store or with another schema: it could have triggers, or views that do not end."""
+    schema = _schema(db)
+    if not schema[1]:
+        return None
+    if schema != _own_schema():
+        raise sqlite3.DatabaseError("the index has another schema")
+    [(stamp,)] = db.execute("SELECT value FROM stamp")
+    identity, _, generation = stamp.partition(":")
+    if identity != store.identity:
+        raise sqlite3.DatabaseError("the index is of another store")
+    return int(generation)

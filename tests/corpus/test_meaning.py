@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,6 +155,14 @@ def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None
     assert found(store, "voyage", MEANING) == ["staff#0"]
     with sqlite3.connect(store.path / "search.sqlite3") as db:
         assert db.execute("SELECT count(*) FROM vectors").fetchone() == (3,)
+
+
+@pytest.mark.parametrize("vectors", ["x''", "substr(vector, 2)", "vector || x'0000'", "'text'", "7", "NULL"])
+def test_vectors_of_another_size_are_made_anew(store: ChunkStore, vectors: str) -> None:
+    assert found(store, "voyage", MEANING) == ["staff#0"]
+    with closing(sqlite3.connect(store.path / "search.sqlite3", isolation_level=None)) as db:
+        db.execute(f"UPDATE vectors SET vector = {vectors} WHERE id = 1")
+    assert found(store, "voyage", MEANING) == ["staff#0"]
 
 
 def test_what_was_evicted_is_still_found(store: ChunkStore) -> None:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from stored_texts import forget
 from stored_texts import put_document as put
 
 from cacheblend_cli.corpus import search as search_module
+from cacheblend_cli.corpus import search_index
+from cacheblend_cli.corpus.normalise import fts5_tokenizer
 from cacheblend_cli.corpus.ranking import query_terms
 from cacheblend_cli.corpus.search import Lookup, SearchResult, damaged_note, look, search
 from cacheblend_cli.corpus.search_index import open_index
@@ -248,6 +251,66 @@ def test_an_index_of_another_store_or_version_is_made_anew(store: ChunkStore, tm
     with sqlite3.connect(store.path / "search.sqlite3") as db:
         db.execute("PRAGMA user_version = 1")
     assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+
+
+INDEX_DAMAGE = {
+    "block of words": "UPDATE chunks_data SET block = x'ffffffffffffffffffffffff' WHERE id > 1",
+    "no block": "DELETE FROM chunks_data WHERE id > 1",
+    "structure of words": "UPDATE chunks_data SET block = x'ffffffffffff' WHERE id = 10",
+    "no texts": "DELETE FROM chunks_content",
+    "sizes": "UPDATE chunks_docsize SET sz = x'ff'",
+    "key of each place": "UPDATE places SET key = 'ffffffffffffffffffffffffffffffffffffffff'",
+    "other keys": "UPDATE places SET key = 'ff' || substr(key, 3)",
+    "not a key": "UPDATE places SET key = 'xyz'",
+    "context": "UPDATE places SET context = 'nosuch'",
+    "date": "UPDATE versions SET updated = 'now' WHERE rowid = 1",
+    "stamp of another kind": "UPDATE stamp SET value = 7",
+    "no stamp": "DELETE FROM stamp",
+    "trigger": "CREATE TRIGGER t AFTER DELETE ON stamp BEGIN DELETE FROM places; END",
+    "view": "ALTER TABLE stamp RENAME TO s; CREATE VIEW stamp AS SELECT value FROM s",
+    "more tables": "CREATE TABLE more (x)",
+    "index": "CREATE INDEX more ON places (abs(position))",
+    "no table": "DROP TABLE damaged",
+}
+
+
+@pytest.mark.parametrize("statements", INDEX_DAMAGE.values(), ids=INDEX_DAMAGE)
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_index_that_is_damaged_or_from_elsewhere_is_made_anew(
+    store: ChunkStore, tmp_path: Path, statements: str, changes: bool
+) -> None:
+    """changes: the damage is met while the index is updated."""
+    before = found(store, "canteen")
+    path = store.path / "search.sqlite3"
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(statements)
+    if changes:
+        put(store, "/docs/tea.md", "Tea is at four.\n")
+        assert found(store, "tea") == ["tea#0"]
+    assert found(store, "canteen") == before
+    with closing(sqlite3.connect(path)) as db, closing(sqlite3.connect(":memory:")) as fresh:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        db.execute("INSERT INTO chunks (chunks) VALUES ('integrity-check')")
+        for statement in search_index._TABLES.format(tokenizer=fts5_tokenizer(), schema=1).split(";"):
+            fresh.execute(statement)
+        names = "SELECT type, name FROM sqlite_master ORDER BY name"
+        assert db.execute(names).fetchall() == fresh.execute(names).fetchall()
+
+
+def test_an_error_that_a_new_index_has_too_is_not_hidden(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours must not make the index anew for each question."""
+    calls = []
+
+    def broken(*_: object) -> None:
+        calls.append(os.stat(store.path / "search.sqlite3").st_ino)
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(search_module, "Query", broken)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a fault"):
+            found(store, "canteen")
+    assert len(calls) == 4
+    assert len(set(calls[1:])) == 1
 
 
 def test_a_store_that_cannot_be_written_is_searched_in_memory(
