@@ -58,7 +58,7 @@ def test_claims_are_cited_at_their_place_and_other_chunks_at_the_end(answer: Ans
     assert found[2:] == [("3.md", end, end), ("1.md", end, end), ("4.md", end, end)]
 
 
-def test_a_link_is_the_documents_own_or_opens_the_passage_and_tells_no_path(answer: Answer) -> None:
+def test_a_link_opens_the_passage_and_tells_no_path(answer: Answer) -> None:
     names = [
         ("file-1", "a b#c.md"),
         ("https://wiki.example/x", ""),
@@ -67,7 +67,7 @@ def test_a_link_is_the_documents_own_or_opens_the_passage_and_tells_no_path(answ
     ]
     made = replace(answer, chunks=[chunk(i, "lines 1-9") for i in range(1, 5)])
     links = [a["url_citation"]["url"] for a in annotations_of(made, [Origin(*name) for name in names], PAGE)]
-    assert links[1:3] == ["https://wiki.example/x", "http://wiki.example/y"]
+    assert all(link.startswith(f"{PAGE}#") for link in links), "a name that is an address is not a link"
     assert links[0] == f"{PAGE}#a%20b%23c.md%2C%20lines%201-9/{'1' * 12}"
     assert unquote(links[3]) == f"{PAGE}#https://x y, lines 1-9/{'4' * 12}"
     assert "secret" not in str(links)
@@ -104,7 +104,8 @@ def test_clients_read_them_whole_and_in_the_last_delta(server: Any) -> None:
         own, wiki = (annotation.url_citation for annotation in choice.message.annotations)
         assert (own.title, own.start_index, own.end_index) == ("Billing", len(text), len(text))
         assert own.url.startswith(server.url.removesuffix("v1") + "#Billing/")
-        assert wiki.url == wiki.title == PAGES[1]["id"]
+        assert wiki.title == PAGES[1]["id"]
+        assert wiki.url.startswith(server.url.removesuffix("v1") + "#https%3A%2F%2F"), "a name is not a link"
     [choice] = last.choices
     assert (choice.finish_reason, usage.choices) == (reply.choices[-1].finish_reason, [])
     assert choice.delta.annotations == [a.model_dump() for a in reply.choices[choice.index].message.annotations]

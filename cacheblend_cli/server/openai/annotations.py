@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -10,7 +9,6 @@ from urllib.parse import quote
 from cacheblend_cli.server.preprocessing import Origin
 from cacheblend_cli.types import Answer, ChunkUse
 
-_URL = re.compile(r"https?://\S+")
 _DIGITS = 12  # of a chunk id in a URL
 
 
@@ -37,8 +35,9 @@ def annotations_of(answer: Answer, origins: Sequence[Origin], page: str) -> list
 
 def _citation(chunk: ChunkUse, origin: Origin, page: str, start: int, stop: int) -> dict[str, Any]:
     title = ", ".join(filter(None, (origin.title or origin.document, chunk.place)))
-    own = next((name for name in (origin.document, origin.title) if _URL.fullmatch(name)), None)
-    url = own or f"{page}#{quote(title, safe='')}/{chunk.id[:_DIGITS]}"
+    url = (
+        f"{page}#{quote(title, safe='')}/{chunk.id[:_DIGITS]}"  # never a name, which who wrote the text may have chosen
+    )
     return {
         "type": "url_citation",
         "url_citation": {"start_index": start, "end_index": stop, "title": title, "url": url},
