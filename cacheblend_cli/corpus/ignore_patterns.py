@@ -11,15 +11,29 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from cacheblend_cli.errors import UsageError
+
 _SPECIAL = frozenset("*?[\\")
 _MAX_LENGTH = 4096
 """Longest pattern with wildcards, in characters. No path is longer; longer patterns are disregarded."""
 _CACHED_MASKS = 256
+MAX_SIZE = 1 << 15
+"""Largest sum of `IgnorePatterns.size`: a character of a path takes time in proportion to it."""
+_RANGE_SIZE = 64  # what a range of characters adds to the size
 _SETS = {
     "alnum": "09AZaz", "alpha": "AZaz", "blank": "  \t\t", "cntrl": "\0\x1f\x7f\x7f", "digit": "09", "graph": "!~", "lower": "az",
     "print": " ~", "punct": "!/:@[`{~", "space": "  \t\n\r\r", "upper": "AZ", "xdigit": "09AFaf",
 }  # fmt: skip
 """POSIX class -> first and last characters of its ranges."""
+
+
+class TooManyPatterns(UsageError):
+    """Patterns with wildcards larger than MAX_SIZE."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"patterns with wildcards have more than {MAX_SIZE:,} characters (each range counts as {_RANGE_SIZE})"
+        )
 
 
 class _NeverMatches(Exception):
@@ -55,7 +69,7 @@ class Folder:
 
 
 class IgnorePatterns:
-    """Patterns of an ignore file, or of a flag.
+    """Patterns of an ignore file, or of a flag. Raises TooManyPatterns.
 
     num_steps: characters looked at so far.
     """
@@ -78,6 +92,11 @@ class IgnorePatterns:
 
     def __bool__(self) -> bool:
         return bool(self._includes)
+
+    @property
+    def size(self) -> int:
+        """Characters in patterns with wildcards, and _RANGE_SIZE for each range of a set."""
+        return self._automaton.size
 
     def within(self, folder: Folder, name: str) -> Folder:
         return Folder(f"{folder.path}{name}/", self._advance(folder.state, f"{name}/"))
@@ -146,7 +165,7 @@ class _Automaton:
 
     def __init__(self) -> None:
         self.start = self.name_start = 0
-        self._num_states = 0
+        self._num_states = self.size = 0
         self._of_char: dict[str, list[int]] = {}  # character -> states that it advances
         self._of_set: dict[_Set, list[int]] = {}
         self._at: dict[str, list[int]] = {_ANY: [], _STAR: [], _DEEP: [], _OPTIONAL: []}
@@ -164,10 +183,14 @@ class _Automaton:
             if kind == "char":
                 self._of_char.setdefault(str(value), []).append(state)
             elif isinstance(value, _Set):
+                self.size += _RANGE_SIZE * len(value.ranges) * (value not in self._of_set)
                 self._of_set.setdefault(value, []).append(state)
             else:
                 self._at[value].append(state)
         self._num_states += len(tokens) + 1
+        self.size += len(tokens) + 1
+        if self.size > MAX_SIZE:
+            raise TooManyPatterns
         (self._folder_accepts if folders_only else self._accepts).append(self._num_states - 1)
         self._numbers.append(number)
 

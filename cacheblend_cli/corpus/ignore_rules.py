@@ -1,7 +1,8 @@
 """Rules of the ignore files of a folder and its parents.
 
 An ignore file may come from a stranger, so only small regular files are read, and links are followed only within the
-repository (outside of one: the named folder).
+repository (outside of one: the named folder). One with too many rules is an error, because what it excludes could be
+private.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.ignore_patterns import Folder, IgnorePatterns
+from cacheblend_cli.corpus.ignore_patterns import MAX_SIZE, Folder, IgnorePatterns, TooManyPatterns
 from cacheblend_cli.corpus.places import is_within
+from cacheblend_cli.errors import UsageError
 
 MAX_BYTES = 1 << 20
 _NAMES = (".ignore", ".gitignore", ".git/info/exclude")
@@ -57,7 +59,7 @@ class IgnoreRules:
     def with_files_of(self, folder: str, names: Container[str]) -> tuple[IgnoreRules, Unread]:
         """Add the ignore files of the folder itself. Unread ones are named relative to it.
 
-        folder: its real path. names: its entries.
+        folder: its real path. names: its entries. Raises UsageError for a file with too many rules.
         """
         chains, unread = list(self.chains), Unread()
         for number, name in enumerate(_NAMES):
@@ -69,6 +71,9 @@ class IgnoreRules:
                 unread.append((name, why))
                 continue
             if patterns:
+                size = patterns.size + sum(above.size for chain in chains for above, _ in chain)
+                if size > MAX_SIZE:
+                    raise _too_many(os.path.join(folder, name), f"with those above it: {TooManyPatterns().message}")
                 chains[number] = ((patterns, patterns.top), *chains[number])
         return replace(self, chains=tuple(chains)), unread
 
@@ -98,8 +103,18 @@ class IgnoreRules:
         except OSError as error:
             raise _unread(f"it is unreadable: {error.strerror}") from error
         if len(data) > MAX_BYTES:
-            raise _unread(f"it is larger than {MAX_BYTES >> 20} MiB")
-        return IgnorePatterns.of_text(os.fsdecode(data))
+            raise _too_many(file, f"it is larger than {MAX_BYTES >> 20} MiB")
+        try:
+            return IgnorePatterns.of_text(os.fsdecode(data))
+        except TooManyPatterns as error:
+            raise _too_many(file, error.message) from None
+
+
+def _too_many(file: str, why: str) -> UsageError:
+    return UsageError(
+        f"the rules of {file} cannot be applied: {why}",
+        "shorten it; or read what it excludes, too: --no-ignore, with --exclude GLOB for what should be left out",
+    )
 
 
 def _unread(why: str) -> NoDocument:

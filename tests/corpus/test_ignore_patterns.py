@@ -81,7 +81,7 @@ def test_patterns_as_in_the_manual_of_git(text: str, path: str, expected: bool |
     "pattern", ["*a" * 40 + "*b", "**/" * 400 + "b", "/**/a" * 400 + "/b", "*[a-b]" * 400 + "c", "?" * 255 + "*a*b"]
 )
 def test_the_work_for_a_path_is_a_step_a_character(pattern: str) -> None:
-    patterns = IgnorePatterns([pattern] * 100)
+    patterns = IgnorePatterns([pattern] * 10)
     folder = patterns.top
     for _ in range(20):
         folder = patterns.within(folder, "a" * 100)

@@ -13,6 +13,7 @@ from files import write
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents, reader_of
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.corpus.walk import ALL, Selection
+from cacheblend_cli.errors import UsageError
 
 
 @pytest.fixture
@@ -166,27 +167,53 @@ def test_an_ignore_file_that_is_not_a_small_regular_file_below_the_repository_is
     opened = list[str]()
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real_open(path, *rest, **more))
-    for folder in ("pipe", "device", "outward", "large", "folder", "inward"):
+    for folder in ("pipe", "device", "outward", "folder", "inward"):
         write(here / "docs" / folder / "a.md", f"{folder}\n")
     os.mkfifo(here / "docs/pipe/.gitignore")
     (here / "docs/device/.ignore").symlink_to("/dev/zero")
     write(here / "rules", "*.md\n")
     (here / "docs/outward/.gitignore").symlink_to(here / "rules")
-    write(here / "docs/large/.gitignore", "*.md\n" + "#" * (1 << 20))
     (here / "docs/folder/.gitignore").mkdir()
     write(here / "docs/pipe/rules", "*.md\n")
     (here / "docs/inward/.gitignore").symlink_to("../pipe/rules")
     found = list(read_documents(["docs"], select=lambda path: Selection(exclude=("rules",))))
     assert [shown(d.source) for d in found if isinstance(d, Document)] == [
-        f"docs/{folder}/a.md" for folder in ("device", "folder", "large", "outward", "pipe")
+        f"docs/{folder}/a.md" for folder in ("device", "folder", "outward", "pipe")
     ]
     reasons = {shown(d.source): d.reason.partition(": ")[2] for d in found if isinstance(d, Skipped) and not d.by_rule}
     assert reasons == {
         "docs/pipe/.gitignore": "it is not a regular file", "docs/device/.ignore": "it is a link out of the folder",
-        "docs/outward/.gitignore": "it is a link out of the folder", "docs/large/.gitignore": "it is larger than 1 MiB",
-        "docs/folder/.gitignore": "it is not a regular file",
+        "docs/outward/.gitignore": "it is a link out of the folder", "docs/folder/.gitignore": "it is not a regular file",
     }  # fmt: skip
     assert not any("zero" in str(path) or "pipe/.gitignore" in str(path) for path in opened)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"docs/.gitignore": "*.md\n" + "#" * (1 << 20)},
+        {"docs/.gitignore": "".join(f"*[{chr(i)}-{chr(i + 1)}]\n" for i in range(0x4E00, 0x5200, 2))},
+        {"docs/.gitignore": "*a" * 2000 + "\n" + "?b" * 2000 + "\n" + "b*" * 2000 + "\n" + ("*c" * 1500 + "\n") * 7},
+        {"docs/" + "sub/" * depth + ".ignore": "*a" * 2000 + "\n" for depth in range(10)},
+    ],
+    ids=["large", "sets", "wildcards", "in sum"],
+)
+def test_an_ignore_file_with_too_many_rules_is_an_error(here: Path, texts: dict[str, str]) -> None:
+    """Without its rules, private files could be read; with them, each name could take seconds."""
+    for name, text in texts.items():
+        write(here / name, text)
+    write(here / "docs/a.md", "a\n")
+    with pytest.raises(UsageError, match="ignore cannot be applied") as caught:
+        taken("docs")
+    assert "--no-ignore" in (caught.value.hint or "")
+    assert taken("docs", select=Selection(no_ignore=True)) == ["docs/a.md"]
+
+
+def test_a_long_ignore_file_of_names_is_applied(here: Path) -> None:
+    write(here / "docs/.gitignore", "".join(f"name{i}.md\n" for i in range(50_000)) + "*.log\n[Bb]in/\n")
+    for name in ("a.md", "name49999.md"):
+        write(here / "docs" / name, name)
+    assert taken("docs") == ["docs/a.md"]
 
 
 def test_a_link_to_an_ignore_file_may_lead_elsewhere_in_the_repository(here: Path) -> None:
