@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from platformdirs import user_data_path
 
 from cacheblend_cli import trust
 from cacheblend_cli.settings import HARMLESS, Settings, config_files, resolve
+from cacheblend_cli.sockets import socket_of
 
 ASK = ("ask", "alpha", "--local", "--max-tokens", "4")
 
@@ -279,16 +281,20 @@ def test_settings_that_would_take_long_to_parse_are_refused(cli: Cli, home: Path
         assert str(Path("cacheblend.toml").resolve()) in result.err
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "sparse"])
+@pytest.mark.parametrize("kind", ["sparse", "FIFO"])
 def test_a_prompt_file_of_a_checkout_is_a_small_regular_file(cli: Cli, home: Path, docs: Path, kind: str) -> None:
+    assert cli("precompute", str(docs), "-q").code == 0
     Path("cacheblend.toml").write_text("prompt = 'prompt.txt'\n")
     if kind == "FIFO":
         os.mkfifo("prompt.txt")
     else:
         Path("prompt.txt").touch()
-        os.truncate("prompt.txt", 1 << 40)
-    assert cli("ask", "alpha").code in (2, 3)
-    assert cli("serve", "--status").code == 3
+        os.truncate("prompt.txt", 17 << 20)
+    settings = resolve({}).settings
+    assert socket_of(settings) == socket_of(replace(settings, prompt=""))
+    result = cli("ask", "alpha")
+    assert result.code in (2, 3)
+    assert "prompt.txt" in result.err
 
 
 def test_only_what_changes_answers_is_harmless(cli: Cli, home: Path) -> None:
