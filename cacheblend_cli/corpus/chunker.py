@@ -14,6 +14,7 @@ from cacheblend_store import NOWHERE, Locator
 
 from cacheblend_cli.corpus.layout import Kind
 from cacheblend_cli.corpus.outline import heading_spans
+from cacheblend_cli.corpus.tables import Tables
 
 Encode = Callable[[str], list[int]]
 _Level = Callable[[str, int, int], Iterator[int]]
@@ -78,18 +79,23 @@ class Chunk:
     locator: Locator = NOWHERE  # part, lines and headings in the file
 
 
-def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
-    """Yield chunks of at most max_tokens tokens; their texts joined are `text`. Megabytes of text take seconds.
+def iter_cut(
+    text: str, encode: Encode, max_tokens: int, kind: Kind = "text", tables: Tables | None = None
+) -> Iterator[Chunk]:
+    """Yield chunks of at most max_tokens tokens; their ranges joined are `text`. Megabytes of text take seconds.
 
     Whole paragraphs are packed while they fit. A chunk that is at least half full ends before a heading. A heading
     stays with the paragraph after it, or with as much of the paragraph as fits. In code, whole functions and classes
-    are packed. A single character of more than max_tokens tokens becomes its own chunk.
+    are packed. A row of a table that does not fit is cut between cells, and starts a chunk unless it is the first one.
+    A single character of more than max_tokens tokens becomes its own chunk.
 
     encode: maps text to token ids, without special tokens.
+    tables: of the text, with what chunks repeat of them before their own text.
     """
     is_code, encode = kind == "code", lru_cache(_ENCODED)(encode)
+    tables = tables or Tables(text, encode, max_tokens)
     headings = set[int]()
-    pieces = _Pieces(text, _ends_and_headings(text, encode, max_tokens, kind, headings), headings)
+    pieces = _Pieces(tables, _ends_and_headings(tables, encode, max_tokens, kind, headings), headings)
     index = first = 0
     length = _FIRST_GUESS * max_tokens
     while pieces.has(first):
@@ -98,9 +104,9 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
             stop, ids = _fill(pieces, first, encode, max_tokens, length)
         length = pieces.start(stop) - pieces.start(first)
         if pieces.has(stop):
-            for kept in _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop):
+            for kept in _before_code(pieces, first, stop) if is_code else _before_title_or_row(pieces, first, stop):
                 # a shorter text can have more tokens
-                if len(shorter := encode(pieces.text(first, kept))) <= max_tokens:
+                if len(shorter := pieces.ids(first, kept, encode)) <= max_tokens:
                     stop, ids = kept, shorter
                     break
         if ids:
@@ -116,8 +122,8 @@ class _Pieces:
     headings: starts of headings' pieces up to the last known end; those before the current chunk are dropped too.
     """
 
-    def __init__(self, text: str, ends: Iterator[int], headings: set[int]) -> None:
-        self._text, self._source, self._headings = text, ends, headings
+    def __init__(self, tables: Tables, ends: Iterator[int], headings: set[int]) -> None:
+        self._tables, self._text, self._source, self._headings = tables, tables.source, ends, headings
         self._starts, self._first = array("Q", [0]), 0  # starts of the pieces from number `_first`, and the last end
 
     def has(self, number: int) -> bool:
@@ -140,7 +146,10 @@ class _Pieces:
         return self._starts[number - self._first]
 
     def text(self, first: int, stop: int) -> str:
-        return self._text[self.start(first) : self.start(stop)]
+        return "".join(self._tables.shown(self.start(first), self.start(stop)))
+
+    def ids(self, first: int, stop: int, encode: Encode) -> list[int]:
+        return _ids(self._tables, self.start(first), self.start(stop), encode)
 
     def starts_indented(self, number: int) -> bool:
         return self._text[self.start(number)].isspace()
@@ -154,10 +163,18 @@ class _Pieces:
         """Return the start of the headings at the end of a run, else `stop`. Blanks after a heading belong to it, and
         blanks at the start of the run."""
         begin = number = stop
-        while number > first and (self.is_heading(number - 1) or not self.text(number - 1, number).strip()):
+        while number > first and (self.is_heading(number - 1) or self._is_blank(number - 1)):
             number -= 1
             begin = number if self.is_heading(number) else begin
         return first if number == first and begin < stop else begin
+
+    def _is_blank(self, number: int) -> bool:
+        return not self._text[self.start(number) : self.start(number + 1)].strip()
+
+    def before_row(self, first: int, stop: int) -> int:
+        """Return the start of the row that the run would cut if text other than headings is before it, else `first`."""
+        row = self._tables.cut_row(self.start(stop))
+        return first if row <= self.start(first) else self.before_headings(first, self.reaching(row) - 1)
 
     def is_title(self, first: int, stop: int) -> bool:
         """Return whether a run has nothing but headings, and text follows."""
@@ -166,11 +183,11 @@ class _Pieces:
     def split(self, first: int, number: int, encode: Encode, max_tokens: int) -> bool:
         """Cut a piece so that its beginning fits with the run from `first`. Return False if not even a word fits."""
         start, end = self.start(number), self.start(number + 1)
-        room = max_tokens - len(encode(self.text(first, number)))
+        room = max_tokens - len(self.ids(first, number, encode))
         while room > 0 and not self.is_heading(number):
-            ends = list(_ends(self._text, start, end, encode, room, _LEVELS))
-            begin = self.start(first)
-            if len(ends) > 1 and self._is_cut_well(ends[0]) and len(encode(self._text[begin : ends[0]])) <= max_tokens:
+            ends = list(_ends(self._tables, start, end, encode, room, _levels(self._tables)))
+            together = len(_ids(self._tables, self.start(first), ends[0], encode))
+            if len(ends) > 1 and self._is_cut_well(ends[0]) and together <= max_tokens:
                 at = number - self._first + 1
                 self._starts[at:at] = array("Q", ends[:-1])
                 return True
@@ -192,43 +209,56 @@ class _Pieces:
             self._headings -= {start for start in self._headings if start < self._starts[0]}
 
 
-def _ends_and_headings(text: str, encode: Encode, max_tokens: int, kind: Kind, headings: set[int]) -> Iterator[int]:
+def _ends_and_headings(
+    tables: Tables, encode: Encode, max_tokens: int, kind: Kind, headings: set[int]
+) -> Iterator[int]:
     """Yield the ends of pieces that fit. A heading is a piece of its own, or several if it is too long.
 
     headings: gets the start of each piece of a heading before its end is yielded.
     """
-    start, levels = 0, _CODE_LEVELS if kind == "code" else _LEVELS
-    for begin, end in heading_spans(text, kind):
-        yield from _ends(text, start, begin, encode, max_tokens, levels)
-        for start in _ends(text, begin, end, encode, max_tokens, levels):
+    start, levels = 0, _CODE_LEVELS if kind == "code" else _levels(tables)
+    for begin, end in heading_spans(tables.source, kind):
+        yield from _ends(tables, start, begin, encode, max_tokens, levels)
+        for start in _ends(tables, begin, end, encode, max_tokens, levels):
             headings.add(begin)
             yield start
             begin = start
-    yield from _ends(text, start, len(text), encode, max_tokens, levels)
+    yield from _ends(tables, start, len(tables.source), encode, max_tokens, levels)
+
+
+def _levels(tables: Tables) -> tuple[_Level, ...]:
+    return *_LEVELS[:2], tables.cell_ends, *_LEVELS[2:]
 
 
 def _ends(
-    text: str, start: int, end: int, encode: Encode, max_tokens: int, levels: tuple[_Level, ...]
+    tables: Tables, start: int, end: int, encode: Encode, max_tokens: int, levels: tuple[_Level, ...]
 ) -> Iterator[int]:
     """Yield the ends of pieces that fit, cut at the coarsest level possible."""
-    for stop in levels[0](text, start, end):
-        if len(levels) == 1 or _fits(text, start, stop, encode, max_tokens):
+    for stop in levels[0](tables.source, start, end):
+        if len(levels) == 1 or _fits(tables, start, stop, encode, max_tokens):
             yield stop
         else:
-            yield from _ends(text, start, stop, encode, max_tokens, levels[1:])
+            yield from _ends(tables, start, stop, encode, max_tokens, levels[1:])
         start = stop
 
 
-def _fits(text: str, start: int, end: int, encode: Encode, max_tokens: int) -> bool:
-    """Return whether text[start:end] has at most max_tokens tokens.
+def _ids(tables: Tables, start: int, end: int, encode: Encode) -> list[int]:
+    """Return the token ids of a range, after those of what is repeated before it."""
+    repeated, text = tables.shown(start, end)
+    return [*encode(repeated), *encode(text)] if repeated else encode(text)
+
+
+def _fits(tables: Tables, start: int, end: int, encode: Encode, max_tokens: int) -> bool:
+    """Return whether a range has at most max_tokens tokens, with what is repeated before it.
 
     Short ASCII texts have at most one token per character and one before the text, so they fit without being encoded.
     Texts that are far too long are not encoded either.
     """
     if end - start > _CHARACTERS * max_tokens:
         return False
-    piece = text[start:end]
-    return (len(piece) < max_tokens and piece.isascii()) or len(encode(piece)) <= max_tokens
+    repeated, piece = tables.shown(start, end)
+    room = max_tokens - (len(encode(repeated)) if repeated else 0)
+    return (len(piece) < room and piece.isascii()) or len(encode(piece)) <= room
 
 
 def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int, length: int) -> tuple[int, list[int]]:
@@ -244,7 +274,7 @@ def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int, length: 
     ids, too_many = list[int](), list[int]()  # token ids of these two
     end = pieces.reaching(pieces.start(first) + length)
     while end > stop:
-        tried = encode(pieces.text(first, end))
+        tried = pieces.ids(first, end, encode)
         if len(tried) <= max_tokens:
             stop, ids = end, tried
         else:
@@ -276,6 +306,13 @@ def _before_title(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
         title = next((n for n in _second_half(pieces, first, stop) if pieces.is_heading(n)), first)
         if (before := pieces.before_headings(first, title)) > first:
             yield before
+
+
+def _before_title_or_row(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
+    """Yield better ends of the run, best first: those of `_before_title`, then the start of a row that it would cut."""
+    yield from _before_title(pieces, first, stop)
+    if (before := pieces.before_row(first, stop)) > first:
+        yield before
 
 
 def _before_code(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:

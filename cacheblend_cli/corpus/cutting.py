@@ -17,8 +17,9 @@ from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.layout import TextLayout, bounded
 from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import is_stdin
+from cacheblend_cli.corpus.tables import Tables
 
-CUT_VERSION = 3
+CUT_VERSION = 4
 """Increase this when the same text and settings give different chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
@@ -43,9 +44,13 @@ def cut_document(document: Document, encode: Encode, cut: CutSettings) -> Iterat
     room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
     index, shared = 0, dict[int, int]()
     for begin, end in _parts(document):
-        for own in iter_cut(document.text[begin:end], encode, room, document.layout.kind):
+        tables = Tables(document.text[begin:end], encode, room, document.layout)
+        for own in iter_cut(tables.source, encode, room, document.layout.kind, tables):
             start, stop = begin + own.start, begin + own.end
             repeated = _tail(document.text, begin, start, encode, cut.overlap)
+            shown = "".join(tables.shown(repeated - begin, own.start))
+            if shown != document.text[repeated:start] or tables.repeated(own.start, own.end):
+                repeated = start  # the chunk has, or the overlap would need, a part of a table before it
             locator = locating.find(start, stop)
             head = heads.of(locator.headings) if heads is not None else ""
             before = document.text[repeated:start]

@@ -65,6 +65,7 @@ class TextLayout:
     marks: tuple[Mark, ...] = ()  # parts of a converted file, in order
     apart: bool = False  # cut at every mark
     title: str = ""  # title found in the file; within NAME_CHARACTERS
+    names: frozenset[str] | None = None  # columns of sheets, whose rows are lines: "name: Ada, city: Bergen"
     omissions: tuple[str, ...] = ()  # parts that the converter left out, in words
     scanned: tuple[int, ...] = ()  # numbers of the pages, from 1, whose text is only in an image
 

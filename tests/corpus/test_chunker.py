@@ -13,6 +13,7 @@ from cacheblend_cli.corpus import chunker
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 from cacheblend_cli.corpus.layout import Kind
 from cacheblend_cli.corpus.outline import heading_spans
+from cacheblend_cli.corpus.tables import Tables
 
 
 def words(text: str) -> list[int]:
@@ -280,9 +281,10 @@ def test_levels_cut_where_their_patterns_do(parts: list[str], before: int, after
 def test_a_chunk_takes_all_the_pieces_that_fit(kind: Kind, parts: list[str], most: int) -> None:
     text = "".join(parts)
     levels = chunker._CODE_LEVELS if kind == "code" else chunker._LEVELS
-    ends = list(chunker._ends(text, 0, len(text), characters, most, levels))
+    tables = Tables(text, characters, most)
+    ends = list(chunker._ends(tables, 0, len(text), characters, most, levels))
     for first, begin in enumerate([0, *ends[:-1]]):
-        pieces = chunker._Pieces(text, iter(ends), set())
+        pieces = chunker._Pieces(tables, iter(ends), set())
         pieces.has(first)
         fitting = [n for n in range(first + 1, len(ends) + 1) if ends[n - 1] - begin <= most]
         for length in (1, most, 100):

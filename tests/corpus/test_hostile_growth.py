@@ -86,6 +86,11 @@ DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
         "a.eml",
         lambda n: "Subject: x\nContent-Type: text/calendar\n\nBEGIN:VEVENT\nSUMMARY:a\n" + " b\n" * (n // 3),
     ),
+    "tables of Markdown": ("a.md", lambda n: "a|b\n-|-\n1|2\n\n" * (n // 13)),
+    "rows of Markdown": ("a.md", lambda n: "lead billing is " * 4 + "|b\n-|-\n" + "a|b\n" * (n // 4)),
+    "cells of Markdown": ("a.md", lambda n: "ab|" * (n // 9) + "\n" + "-|" * (n // 9) + "\n" + "x|" * (n // 9)),
+    "cells of HTML": ("a.html", lambda n: "<table><tr><td>k<td>v" + ("<tr><td>x" + "<td>" * (n // 8) + "<td>z") * 2),
+    "names in a cell": ("a.csv", lambda n: 'a,b\n1,"' + ", a: : : " * (n // 9) + '"\n2,3\n'),
     "columns": ("a.csv", lambda n: "a," * (n // 2) + "\n" + "1," * (n // 2)),
 }
 """Kind -> name of the file, and its text of about n characters."""

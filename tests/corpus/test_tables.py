@@ -16,7 +16,7 @@ from cacheblend_cli.corpus.layout import Converted
 def lines(text: str) -> list[str]:
     """Lines of a table that is written with bars."""
     rows = ((number, cells_of(row.split("|"))) for number, row in enumerate(text.split("\n"), 1))
-    return [line for line, _ in numbered_lines(rows)]
+    return [line for line, _ in numbered_lines(rows, set())]
 
 
 def convert(text: str, name: str = "a.csv") -> Converted:

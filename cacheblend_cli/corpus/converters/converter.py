@@ -101,6 +101,7 @@ def joined(
     *,
     apart: bool = False,
     title: str = "",
+    names: frozenset[str] | None = None,
     omissions: Iterable[str] = (),
 ) -> Converted:
     """Join parts with an empty line in between, and set the starts of their marks. Parts without text are dropped.
@@ -114,7 +115,9 @@ def joined(
             marks.append(Mark(start, mark.part, mark.line))
             start += len(texts[-1])
     whole = "".join(texts)
-    layout = TextLayout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, omissions=tuple(omissions))
+    layout = TextLayout(
+        kind, numbered=False, marks=tuple(marks), apart=apart, title=title, names=names, omissions=tuple(omissions)
+    )
     return Converted(whole, layout)
 
 

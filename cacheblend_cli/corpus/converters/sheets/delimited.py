@@ -35,12 +35,12 @@ def from_tsv(data: bytes) -> Converted:
 
 def _table(text: str, delimiter: str, line: int) -> Converted:
     """line: number of the first line in the file."""
-    lines, marks, start, omissions = list[str](), list[Mark](), 0, Omissions()
-    for row, number in numbered_lines(_rows(text, delimiter, line, omissions), is_file=True):
+    lines, marks, start, names, omissions = list[str](), list[Mark](), 0, set[str](), Omissions()
+    for row, number in numbered_lines(_rows(text, delimiter, line, omissions), names, is_file=True):
         marks.append(Mark(start, line=number))
         lines.append(row + "\n")
         start += len(row) + 1
-    layout = TextLayout("text", numbered=False, marks=tuple(marks), omissions=tuple(omissions))
+    layout = TextLayout("text", numbered=False, marks=tuple(marks), names=frozenset(names), omissions=tuple(omissions))
     return Converted("".join(lines), layout)
 
 

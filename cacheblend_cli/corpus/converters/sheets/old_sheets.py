@@ -43,19 +43,19 @@ def from_old_sheets(data: bytes) -> Converted:
 
         if data.startswith(b"PK"):
             opened(data, "a spreadsheet")
-        parts, omissions = list[tuple[str, Mark]](), Omissions()
+        parts, names, omissions = list[tuple[str, Mark]](), set[str](), Omissions()
         with _without_panics():
             book = CalamineWorkbook.from_filelike(io.BytesIO(data))
         for name in book.sheet_names:
             try:
                 with _without_panics():
-                    lines = [line for line, _ in numbered_lines(_rows(book.get_sheet_by_name(name)))]
+                    lines = [line for line, _ in numbered_lines(_rows(book.get_sheet_by_name(name)), names)]
             except CalamineError:
                 omissions.say(f"sheet {name} cannot be read")
                 continue
             if lines:
                 parts.append((f"# {name}\n\n" + "\n".join(lines), Mark(0, f"sheet {name}")))
-    return joined(parts, "markdown", omissions=omissions)
+    return joined(parts, "markdown", names=frozenset(names), omissions=omissions)
 
 
 @contextmanager

@@ -39,12 +39,15 @@ def cells_of(row: Sequence[str]) -> Cells:
     return {column: text for column, cell in enumerate(row) if cell and (text := " ".join(cell.split()))}
 
 
-def numbered_lines(rows: Iterable[tuple[int, Cells]], *, is_file: bool = False) -> Iterator[tuple[str, int]]:
+def numbered_lines(
+    rows: Iterable[tuple[int, Cells]], names: set[str], *, is_file: bool = False
+) -> Iterator[tuple[str, int]]:
     """Yield (line, number of its row). A row has a line for each of the tables that are side by side.
 
     Title lines, header rows and rows without column names are values alone: "name, city". A row without cells separates
     tables: after one such row the column names still hold unless the rows below show their own, after two they do not.
 
+    names: gets the column names.
     is_file: the rows are a file, most likely with one table. A row with one cell is then a record, and the first row
     names a single column.
     """
@@ -64,10 +67,17 @@ def numbered_lines(rows: Iterable[tuple[int, Cells]], *, is_file: bool = False) 
             table = found
         else:
             table = replace(table, first=0) if gap == 1 else _Table()
+        names.update(table.names.values())
         for index, (number, cells) in enumerate(chain(ahead, group)):
             for line in table.lines(cells) if index >= table.first else (_line({}, cells),):
                 yield line, number
         before, gap = block[-1] if len(block[-1]) > 1 and not table.names else {}, 0
+
+
+def header_of(rows: Sequence[Cells]) -> tuple[Cells, int]:
+    """Return the column names of a table, and the number of rows down to its header; ({}, 0) if it shows none."""
+    table = _Table.of(rows) if len(rows) > 1 else _Table()
+    return table.names, table.first
 
 
 @dataclass(frozen=True)

@@ -17,28 +17,28 @@ from cacheblend_cli.corpus.layout import Converted, Mark
 
 def from_xlsx(data: bytes) -> Converted:
     """Convert each row of each sheet to one line. Formulas have the values that were saved with the file."""
-    omissions, unsaved = Omissions(), Omissions()
+    names, omissions, unsaved = set[str](), Omissions(), Omissions()
     with parsing("defusedxml", what := "a workbook"):
         book = Workbook(OfficePackage(data, what), omissions)
         parts = []
         for sheet in book.sheets:
-            lines = list(_lines(book, sheet, omissions, unsaved))
+            lines = list(_lines(book, sheet, names, omissions, unsaved))
             if lines:
                 parts.append((f"# {sheet.name}\n\n" + "\n".join(lines).lstrip("\n"), Mark(0, f"sheet {sheet.name}")))
     for sentence in unsaved:
         omissions.say(f"{sentence}: open the file in a spreadsheet program and save it")
     if not parts and (lost := "; ".join(omissions)):
         raise NoDocument(f"no text in its cells: {lost}", "without text")
-    return joined(parts, "markdown", omissions=omissions)
+    return joined(parts, "markdown", names=frozenset(names), omissions=omissions)
 
 
-def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omissions) -> Iterator[str]:
-    """Yield the lines of a sheet: rows with the comments on them, then the text boxes."""
+def _lines(book: Workbook, sheet: Sheet, names: set[str], omissions: Omissions, unsaved: Omissions) -> Iterator[str]:
+    """Yield the lines of a sheet: rows with the comments on them, then the text boxes. names: see `numbered_lines`."""
     place, cells = f"sheet {sheet.name}", SheetCells(book, sheet.part)
     notes = list[tuple[str, int]]()
     with reporting_damage(omissions, f"the comments on {place} cannot be read"):
         notes = comments(book.package, sheet.part, book.persons)
-    lines = numbered_lines(_rows(cells, omissions, place))
+    lines = numbered_lines(_rows(cells, omissions, place), names)
     yield from (line for line, _ in merge(lines, notes, key=itemgetter(1)))
     if cells.num_unsaved:
         plural = "formulas without saved values"
