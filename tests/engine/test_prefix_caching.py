@@ -89,11 +89,11 @@ def test_a_new_prompt_shares_blocks_of_a_running_one(stored: StoredEngine) -> No
     """Two requests with the same prompt share its full blocks."""
     driver, question = CoreDriver(stored, ROOMY), replace(stored.question(max_tokens=40), blend=FULL)
     first, _ = driver.arrive(question)
-    while not first.events[1:]:
+    while not first.text():
         driver.step()
     used = driver.core.blocks.space.allocator.num_used
     second, _ = driver.arrive(question)
-    while not second.events[1:]:
+    while not second.text():
         driver.step()
     assert driver.core.blocks.space.allocator.num_used <= used + 4
     driver.run()

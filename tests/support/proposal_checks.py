@@ -12,7 +12,7 @@ from oracle_lookup import Oracle
 
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Limits
-from cacheblend_cli.types import Answer, AskRequest, BlendParams
+from cacheblend_cli.types import Answer, AskRequest, BlendParams, Progress
 
 LIMITS = Limits(max_sequences=8, pool_tokens=16 * 120, enable_prefix_caching=False)
 MOST = 4  # proposals a step
@@ -30,7 +30,7 @@ def with_proposals(stored: StoredEngine, speculate: int | str = MOST, **config: 
 def facts(listener: Listener) -> list[object]:
     """Everything in a request's events that users see, by answer, without durations and numbers of steps."""
     done = listener.done()
-    said = [event for event in listener.events if not isinstance(event, Done)]
+    said = [event for event in listener.events if not isinstance(event, Done | Progress)]
     said.sort(key=lambda event: getattr(event, "index", -1))  # answers of one request go on independently
     return [said, list(map(answer_facts, done.answers)), done.ended]
 
