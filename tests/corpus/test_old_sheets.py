@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from binary_workbooks import DATE, floating, text, whole, xlsb
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import COMPOUND, NoDocument
@@ -32,3 +33,11 @@ def test_other_files_are_no_spreadsheets(data: bytes) -> None:
 def test_an_old_office_file_read_as_text_is_named() -> None:
     with pytest.raises(NoDocument, match="old Office format: save it as"):
         convert(COMPOUND + b"\0" * 504, "letter.txt")
+
+
+def test_dates_of_binary_workbooks_are_dates_in_either_kind_of_number() -> None:
+    rows = (text("Day"), text("Price")), (whole(46_082, DATE), whole(46_082)), (floating(46_083, DATE), whole(-7))
+    book = xlsb(*rows, (whole(46_084, DATE), whole((1 << 28) + 1)))
+    assert convert(book, "a.xlsb").text == (
+        "# S\n\nDay, Price\nDay: 2026-03-01, Price: 46082\nDay: 2026-03-02, Price: -7\nDay: 2026-03-03, Price: 268435457\n\n"
+    )

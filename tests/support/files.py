@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections.abc import Mapping
 from email.message import EmailMessage
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def epub(chapters: list[str]) -> bytes:
     )
 
 
-def packed(files: dict[str, str]) -> bytes:
+def packed(files: Mapping[str, bytes | str]) -> bytes:
     """A ZIP archive."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -19,6 +19,7 @@ from cacheblend_cli.corpus.converters.sheets.delimited import from_tsv
 from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
 from cacheblend_cli.corpus.converters.sheets.number_formats import number_text
 from cacheblend_cli.corpus.converters.sheets.tables import numbered_lines
+from cacheblend_cli.corpus.converters.sheets.xlsb import with_floats
 from cacheblend_cli.corpus.converters.web.html import from_html
 from cacheblend_cli.corpus.layout import Converted, Mark
 
@@ -45,7 +46,7 @@ def from_old_sheets(data: bytes) -> Converted:
             opened(data, "a spreadsheet")
         parts, names, omissions = list[tuple[str, Mark]](), set[str](), Omissions()
         with _without_panics():
-            book = CalamineWorkbook.from_filelike(io.BytesIO(data))
+            book = CalamineWorkbook.from_filelike(io.BytesIO(with_floats(data)))
         for name in book.sheet_names:
             try:
                 with _without_panics():
