@@ -112,3 +112,61 @@ def test_fields_of_deep_objects_stay_short() -> None:
     for _ in range(200):
         value = {"k" * 500: value}
     assert len(of_lines({"text": "x", "deep": value}).text) < 200 * 500 * 2
+
+
+TELEGRAM = {
+    "name": "Garden club",
+    "about": ["loose"],
+    "messages": [
+        {"id": 1, "type": "service", "date": "2025-03-01T09:00:00", "actor": "Ida", "title": "Garden club", "text": ""},
+        {
+            "id": 2, "type": "message", "date": "2025-03-01T09:06:40", "from": "Olav", "reply_to": 1,
+            "text": ["Pay to ", {"type": "bold", "text": "account 9912"}, " by 14 March."],
+            "text_entities": [{"type": "plain", "text": "Pay to "}, {"type": "bold", "text": "account 9912"}],
+        },
+        "left out",
+    ],
+}  # fmt: skip
+
+
+def test_one_record_of_another_form_does_not_decide_for_all() -> None:
+    found = of_value(TELEGRAM)
+    assert found.text == (
+        "name: Garden club\nabout: loose\n\nid: 1\ntype: service\ndate: 2025-03-01T09:00:00\nactor: Ida\ntitle: Garden club\n\n"
+        "Olav: Pay to account 9912 by 14 March.\ndate: 2025-03-01T09:06:40\nid: 2\nreply_to: 1\n\nleft out\n\n"
+    )
+    assert not found.layout.apart
+    tools = {"role": "assistant", "tool_calls": [{"id": "a"}]}
+    assert of_value([{"role": "user", "content": "When?"}, tools]).text == (
+        "user: When?\n\nrole: assistant\ntool_calls: id: a\n\n"
+    )
+    assert of_value([{"id": 7}, {"id": 8, "body": "Wide."}]).text == "id: 7\n\nid: 8\n\nWide.\n\n"
+
+
+def test_messages_of_slack_have_names_and_times_that_the_file_has() -> None:
+    message = {
+        "type": "message", "user": "U02", "ts": "1748941260.000200", "user_profile": {"real_name": "Tor Berg", "image": "x"},
+        "text": "Set it to 68 &amp; restart, see <https://a.example/b|the manual>, <@U01> <#C1|ops> <!here> <mailto:a@b.c|a@b.c> <https://c.d>",
+        "blocks": [{"elements": [{"text": "Set it"}]}],
+    }  # fmt: skip
+    text = "Set it to 68 & restart, see the manual (https://a.example/b), @U01 #ops @here a@b.c https://c.d\ndate: 2025-06-03 09:01 UTC\n\n"
+    assert of_value([message]).text == f"Tor Berg: {text}"
+    del message["user_profile"]
+    assert of_value([message]).text == f"U02: {text}"
+
+
+def test_letters_and_reviews_are_records() -> None:
+    letter = {"from": "Ida", "to": "Olav", "date": "2025-03-01", "text": "It is 318."}
+    assert of_value([letter]).text == "from: Ida\nto: Olav\ndate: 2025-03-01\n\nIt is 318.\n\n"
+    assert of_value([{"user": "Ida", "stars": 5, "text": "Good."}]).text == "user: Ida\nstars: 5\n\nGood.\n\n"
+
+
+@pytest.mark.parametrize("convert", [from_json_records, from_json_lines])
+def test_text_whose_utf_8_was_read_as_latin_1_is_repaired(convert: Any) -> None:
+    wrong = "Grüße, 5 € 😀".encode().decode("latin-1")
+    message = {"sender_name": "Zoë".encode().decode("latin-1"), "timestamp_ms": 1748941260000, "content": wrong}
+    chat = {"participants": [{"name": "A"}], "messages": [message, {"sender_name": "A", "timestamp_ms": 1}]}
+    text = convert(json.dumps(chat).encode()).text
+    assert "Zoë: Grüße, 5 € 😀\ndate: 2025-06-03 09:01 UTC" in text
+    mixed = [{"text": "Â is a letter, and so is ü"}, {"text": wrong}]
+    assert from_json_records(json.dumps(mixed).encode()).text == f"Â is a letter, and so is ü\n\n{wrong}\n\n"

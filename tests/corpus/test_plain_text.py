@@ -1,4 +1,4 @@
-"""Text that is only decoded: `data:` URIs, and the message for other encodings."""
+"""Text that is only decoded: `data:` URIs, control sequences, and the messages for other encodings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
+from cacheblend_cli.corpus.converters.json_records import from_json_records
 
 PICTURE = "data:image/png;base64," + base64.b64encode(random.Random(1).randbytes(60_000)).decode()
 
@@ -59,3 +60,33 @@ def test_the_message_for_another_encoding_names_the_command() -> None:
     with pytest.raises(NoDocument) as refused:
         decoded("Straße 45".encode("latin-1"))
     assert refused.value.reason == "invalid UTF-8 at byte 4; convert it: iconv -f cp1252 -t utf-8 FILE"
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("\x1b[31mERROR\x1b[0m: \x1b[1;4mvalve\x1b[m \x1b[38;5;196mshut\x1b[K", "ERROR: valve shut"),
+        ("\x1b]8;;https://a.example\x1b\\link\x1b]8;;\x07 \x1b]0;title\x07\x1b(Bend", "link end"),
+        ("N\bNA\bAM\bME\bE _\bx", "NAME x"), ("cut \x1b[\nnext", "cut \nnext"),
+    ],
+)  # fmt: skip
+def test_control_sequences_of_terminals_are_not_text(raw: str, text: str) -> None:
+    assert decoded(raw.encode()) == text
+    record = json.dumps([{"text": raw}]).encode()
+    assert from_json_records(record).text.strip() == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("\u58f2\u4e0a 218\n".encode("iso2022_jp"), "iconv -f iso-2022-jp -t utf-8 FILE"),
+        (b"-----BEGIN RSA PRIVATE KEY-----\nMIIB\n", "key"), (b"-----BEGIN PGP MESSAGE-----\n\nhQEM\n", "encrypted"),
+    ],
+)  # fmt: skip
+def test_encoded_text_is_refused(text: bytes, reason: str) -> None:
+    with pytest.raises(NoDocument, match=reason):
+        decoded(text)
+
+
+def test_a_signed_message_is_text() -> None:
+    assert "Agreed" in decoded(b"-----BEGIN PGP SIGNED MESSAGE-----\nHash: SHA256\n\nAgreed.\n")

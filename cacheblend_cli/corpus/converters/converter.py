@@ -53,6 +53,16 @@ def _shortened_uri(found: re.Match[str]) -> str:
     return f"data:{found[1]}" if is_data and len(found[3]) >= _SHORTEST_DATA else found[0]
 
 
+_CONTROLS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)|[ -/]*[0-~])|[^\n]\x08")
+_ISO_2022 = "\x1b$"  # begins a text of Chinese, Japanese or Korean that is written in ASCII
+_ARMOUR = re.compile("-----BEGIN (?!PGP SIGNED)[A-Z0-9 ]+-----")  # of base64
+
+
+def without_controls(text: str) -> str:
+    """Remove the control sequences of terminals, such as colours (ECMA-48), and letters that others are struck over."""
+    return _CONTROLS.sub("", text) if "\x1b" in text or "\b" in text else text
+
+
 RTF = b"{\\rtf"
 """Start of an RTF file."""
 COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
@@ -66,7 +76,7 @@ def marked_codec(data: bytes) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8, or the encoding of the byte order mark, and convert line ends to "\\n".
+    """Decode UTF-8, or the encoding of the byte order mark, convert line ends to "\\n" and remove control sequences.
 
     Raises NoDocument for binary data and other encodings. We do not guess: a wrong guess would be stored and quoted as
     the document's text.
@@ -86,7 +96,11 @@ def decoded(data: bytes) -> str:
         raise NoDocument(f"invalid {charset} at byte {error.start}{hint}", "not UTF-8") from error
     if "\0" in text:
         raise NoDocument("binary")
-    return without_data_uris(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if _ISO_2022 in text and text.isascii():
+        raise NoDocument("not UTF-8 but ISO 2022; convert it: iconv -f iso-2022-jp -t utf-8 FILE", "not UTF-8")
+    if _ARMOUR.match(text):
+        raise NoDocument("a key, certificate or encrypted message", "keys and encrypted messages")
+    return without_data_uris(without_controls(text).replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def comment_mark(author: str, kind: str = "Comment") -> str:

@@ -1,16 +1,19 @@
 """Records in JSON or JSON lines: objects with a text and other fields, or messages of chats.
 
-Records are cut separately, the messages of a chat are not. JSON without records is read as plain text.
+Records are cut separately, the messages of a chat are not. JSON without records is read as plain text. One record with
+a text is enough: the others can have another form.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import NoDocument, decoded, joined
+from cacheblend_cli.corpus.converters.chats import rich_text, sent_message
+from cacheblend_cli.corpus.converters.converter import NoDocument, decoded, joined, without_controls
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout, shortened
 
@@ -32,7 +35,7 @@ def _lines(text: str, omissions: Omissions, reasons: list[str]) -> Iterator[tupl
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line)
+                record = _loaded(line)
                 found = (record_text(record), _part(record)) if isinstance(record, Mapping) else (_plain(record), "")
             except (ValueError, RecursionError) as error:
                 what = "not JSON" if isinstance(error, ValueError) else "nested too deeply"
@@ -45,7 +48,7 @@ def _lines(text: str, omissions: Omissions, reasons: list[str]) -> Iterator[tupl
 def from_json_records(data: bytes) -> Converted:
     text = decoded(data)
     try:
-        value = json.loads(text)
+        value = _loaded(text)
         parts = _parts(value)
         if not parts and _ESCAPED.search(text):
             return Converted(_unescaped(value, "\n" in text.strip()), TextLayout("code", numbered=False))
@@ -56,6 +59,28 @@ def from_json_records(data: bytes) -> Converted:
     return joined(parts, "markdown", apart=not _is_chat(_list(value)[1]))
 
 
+def _loaded(text: str) -> Any:
+    """Parse JSON, without control sequences of terminals.
+
+    Some exports (Facebook, Instagram) write each byte of UTF-8 as a character. It is decoded if all strings are so.
+    """
+    value = json.loads(text)
+    if "\\" in text or not text.isascii():
+        value = _mapped(value, without_controls)
+        with suppress(UnicodeError):
+            return _mapped(value, lambda string: string if string.isascii() else string.encode("latin-1").decode())
+    return value
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON with all strings changed, except names of fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(inner, change) for inner in value]
+    return {k: _mapped(inner, change) for k, inner in value.items()} if isinstance(value, dict) else value
+
+
 def _unescaped(value: Any, is_indented: bool) -> str:
     """Return JSON as people read it: escaped letters and line ends as themselves."""
     text = json.dumps(value, ensure_ascii=False, indent=2 if is_indented else None)
@@ -64,27 +89,35 @@ def _unescaped(value: Any, is_indented: bool) -> str:
 
 
 def _parts(value: Any) -> list[tuple[str, Mark]]:
-    """Return the records with their places; [] if any of them has neither text nor role."""
+    """Return the records with their places; [] if none of them is a message or has a text."""
     around, found = _list(value)
-    is_chat, are_records = _is_chat(found), all(isinstance(r, Mapping) and _field(r, _TEXT) for r in found)
-    if not found or not (is_chat or are_records):
+    if not any(map(_has_text, found)):
         return []
     outer = "\n".join(_fields(around))
-    what = "message" if is_chat else "record"
-    numbered = ((record_text(r), Mark(0, _part(r) or f"{what} {number}")) for number, r in enumerate(found, 1))
+    what = "message" if _is_chat(found) else "record"
+    numbered = ((_item_text(r), Mark(0, _part(r) or f"{what} {number}")) for number, r in enumerate(found, 1))
     return [(outer, Mark(0)), *numbered] if outer else list(numbered)
 
 
 def _list(value: Any) -> tuple[Mapping[str, Any], list[Any]]:
-    """Return the fields around the records, and the records: a list, an object's only list, or the object itself."""
+    """Return the fields around the records, and the records: a list, an object's only list with texts, or the object
+    itself."""
     if isinstance(value, list):
         return {}, value
     if not isinstance(value, Mapping) or _field(value, _TEXT):
         return {}, [value]
-    lists = [name for name, inner in value.items() if isinstance(inner, list)]
+    lists = [name for name, inner in value.items() if isinstance(inner, list) and any(map(_has_text, inner))]
     if len(lists) != 1:
         return {}, []
     return {name: inner for name, inner in value.items() if name != lists[0]}, value[lists[0]]
+
+
+def _has_text(record: Any) -> bool:
+    return isinstance(record, Mapping) and (_is_message(record) or bool(_field(record, _TEXT)))
+
+
+def _item_text(record: Any) -> str:
+    return record_text(record) if isinstance(record, Mapping) else _plain(record)
 
 
 def record_text(record: Mapping[str, Any]) -> str:
@@ -101,15 +134,19 @@ def record_text(record: Mapping[str, Any]) -> str:
 
 
 def _is_chat(records: list[Any]) -> bool:
-    return bool(records) and all(isinstance(record, Mapping) and _is_message(record) for record in records)
+    """Return whether most of the records with a text are messages."""
+    texts = [record for record in records if _has_text(record)]
+    return bool(texts) and 2 * sum(map(_is_message, texts)) > len(texts)
 
 
 def _is_message(record: Mapping[str, Any]) -> bool:
-    return isinstance(record.get("role"), str) and "content" in record
+    return (isinstance(record.get("role"), str) and "content" in record) or sent_message(record) is not None
 
 
 def _message_text(record: Mapping[str, Any]) -> str:
     """Return "Mara (user): text", and the other fields."""
+    if sent := sent_message(record):
+        return "\n".join([f"{sent.sender}: {sent.text}", f"date: {sent.time}", *_fields(record, sent.used)])
     name, content = record.get("name"), record["content"]
     used = {"role", "content"}
     speaker = record["role"]
@@ -134,7 +171,7 @@ def _fields(record: Mapping[str, Any], used: Set[str] = frozenset(), before: str
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from _fields(value, before=f"{named}.", depth=depth + 1)
         elif isinstance(value, list) and _is_chat(value):
-            yield from map(_message_text, value)
+            yield from map(_item_text, value)
         elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
             for inner in value:
                 text = ", ".join(_fields(inner, depth=depth + 1)) if isinstance(inner, Mapping) else _plain(inner)
@@ -152,21 +189,21 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _part(record: Mapping[str, Any]) -> str:
+def _part(record: Any) -> str:
     name = next((str(record[name]) for name in _ID if _is_id(record, name)), "")
     return f"record {name}" if name else ""
 
 
-def _is_id(record: Mapping[str, Any], name: str) -> bool:
-    return isinstance(record.get(name), (str, int))
+def _is_id(record: Any, name: str) -> bool:
+    return isinstance(record, Mapping) and isinstance(record.get(name), (str, int))
 
 
 def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first of `names` with a non-blank text, else ""."""
-    return next((name for name in names if isinstance(record.get(name), str) and record[name].strip()), "")
+    return next((name for name in names if rich_text(record.get(name)).strip()), "")
 
 
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first non-blank text field among `names`, else ""."""
     name = _first(record, names)
-    return record[name] if name else ""
+    return rich_text(record[name]) if name else ""
