@@ -31,7 +31,10 @@ _HINTS = {
     "with a password": "save them without it, a PDF for example with qpdf --decrypt",
 }
 """Group of skipped files -> how to read them."""
-_SUPPORTED = "supported: text, code, HTML, CSV, JSON, notebooks, mail, RTF; with the extra `documents` also PDF, Office files and books"
+_SUPPORTED = (
+    "supported: text, code, HTML, XML, LaTeX, CSV, JSON, notebooks, mail, calendars, contacts, RTF; with the extra `documents` also PDF, "
+    "Office files and books"
+)
 
 
 def selected(

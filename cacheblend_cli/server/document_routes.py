@@ -49,7 +49,10 @@ _MACROS = "macroenabled.12"
 _SUFFIXES = {
     "text/plain": ".txt", "text/markdown": ".md", "text/html": ".html", "application/xhtml+xml": ".xhtml",
     "text/csv": ".csv", "text/tab-separated-values": ".tsv", "application/x-ndjson": ".jsonl", "application/x-ipynb+json": ".ipynb",
-    "application/pdf": ".pdf", "application/epub+zip": ".epub", "message/rfc822": ".eml", "application/rtf": ".rtf", "text/rtf": ".rtf",
+    "application/pdf": ".pdf", "application/epub+zip": ".epub", "message/rfc822": ".eml", "application/mbox": ".mbox",
+    "text/calendar": ".ics", "text/vcard": ".vcf", "text/xml": ".xml", "application/xml": ".xml", "application/rss+xml": ".rss",
+    "application/atom+xml": ".atom", "text/x-tex": ".tex", "application/x-tex": ".tex", "application/x-bibtex": ".bib",
+    "application/rtf": ".rtf", "text/rtf": ".rtf",
     f"{_OFFICE}.wordprocessingml.document": ".docx", f"application/vnd.ms-word.document.{_MACROS}": ".docm",
     f"{_OFFICE}.wordprocessingml.template": ".dotx", f"application/vnd.ms-word.template.{_MACROS}": ".dotm",
     f"{_OFFICE}.presentationml.presentation": ".pptx", f"application/vnd.ms-powerpoint.presentation.{_MACROS}": ".pptm",

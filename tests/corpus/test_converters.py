@@ -10,6 +10,7 @@ import pytest
 
 from cacheblend_cli.corpus.converters import archive, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.cutting import Locating
 from cacheblend_cli.corpus.layout import Converted
 from cacheblend_cli.extras import install_hint
@@ -34,8 +35,34 @@ def test_every_kind_has_one_converter() -> None:
         assert converter_of(name) is not None
     for name in ("l.pdf", "m.docx", "n.pptx", "o.xlsx", "o.xls", "o.ods", "p.epub", "README", "Makefile", "a", "md"):
         assert converter_of(name) is not None
+    for name in ("q.xml", "r.tex", "s.bib", "t.mbox", "u.ics", "v.vcf", "w.mhtml"):
+        assert converter_of(name) is not None
     for name in ("a.png", "x.unknown"):
         assert converter_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"From a Mon Mar  2 10:00:00 2026\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\n\nx\n", "# Grüße\n\nx\n\n"),
+        (b"Received: a\n b\nMIME-Version: 1.0\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\n\nx\n", "# Grüße\n\nx\n\n"),
+        (b"BEGIN:VCARD\nFN;QUOTED-PRINTABLE:Gr=C3=BC=C3=9Fe\nEND:VCARD\n", "# Grüße\n\n"),
+        (b"BEGIN:VCALENDAR\nBEGIN:VEVENT\nSUMMARY:a\\, b\nEND:VEVENT\n", "Event: a, b"),
+        ("<?xml version='1.0' encoding='latin-1'?><a>Grüße</a>".encode("latin-1"), "a: Grüße"),
+        (b"From 10:00 to 11:30\nWhere: hall\n", "From 10:00 to 11:30\nWhere: hall\n"),
+        (b"<!-- <?xml -->", "<!-- <?xml -->"),
+    ],
+)
+def test_encoded_text_without_a_known_suffix_is_read_by_its_content(data: bytes, text: str) -> None:
+    process = ConverterProcess()
+    try:
+        for name in ("saved", "saved.unknown"):
+            assert process.convert(name, data).text.split() == text.split()
+        assert process.convert("saved.txt", data.replace(b"\xfc\xdf", b"")).text.encode() == data.replace(
+            b"\xfc\xdf", b""
+        )
+    finally:
+        process.close()
 
 
 PAGE = """<!doctype html><html><head><title>The  travel page</title><style>p { color: red }</style></head><body>

@@ -1,4 +1,5 @@
-"""Text of e-mails: every text part in order, forwarded messages and calendars; a word on what is left out."""
+"""Text of e-mails: every text part in order, forwarded messages and calendars; a word on what is left out. Mailboxes,
+calendars and contacts."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import pytest
 from mails import CALENDAR, HEADERS, mail, multipart, part
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.mail.calendar_events import from_calendar
+from cacheblend_cli.corpus.converters.mail.contacts import from_contacts
 from cacheblend_cli.corpus.converters.mail.mail import from_mail
+from cacheblend_cli.corpus.converters.mail.mailbox import from_mailbox
 
 TOP = "# Contract\n\nFrom: Mara <mara@example.org>\nTo: Jon <jon@example.org>\nDate: Mon, 2 Mar 2026 10:00:00 +0100"
 PDF = part("JVBERi0xLjQK", "application/pdf; name=a.pdf", "Content-Disposition: attachment; filename=a.pdf")
@@ -146,3 +150,47 @@ def test_parts_depth_and_headers_are_bounded() -> None:
 def test_a_file_without_headers_is_refused() -> None:
     with pytest.raises(NoDocument, match="not an e-mail"):
         from_mail(b"\n\njust text")
+
+
+FIRST = mail(part("R3LDvMOfZQo=", "text/plain; charset=utf-8", "Content-Transfer-Encoding: base64"))
+SECOND = mail(multipart("mixed", part("Open until 18.\n\n>From Mara on\nFrom here on, call 218."), PDF))
+FROM = b"From mara@example.org Mon Mar  2 10:00:00 2026\n"
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_a_mailbox_is_its_mails(line_end: bytes) -> None:
+    data = (FROM + FIRST + b"\n" + FROM + SECOND + FROM + b"Received: x\n\n").replace(b"\n", line_end)
+    found = from_mailbox(data)
+    assert found.text.replace("\r", "") == (
+        f"{TOP}\n\nGrüße\n\n{TOP}\nAttached: a.pdf\n\nOpen until 18.\n\nFrom Mara on\nFrom here on, call 218.\n\n"
+    )
+    assert [mark.part for mark in found.layout.marks] == ["mail 1", "mail 2"]
+    assert found.layout.apart
+    assert found.layout.omissions == ("1 attachment (a.pdf)",)
+
+
+def test_what_is_not_a_mail_in_a_mailbox_is_an_omission() -> None:
+    nested = b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * 2000
+    found = from_mailbox(b"lost\n" + FROM + FIRST + b"\n" + FROM + nested)
+    assert found.layout.omissions == ("1 mail cannot be read (mail 2)", "the text before the first mail")
+    with pytest.raises(NoDocument, match="not a mailbox"):
+        from_mailbox(b"From here on, call 218.\n")
+
+
+def test_a_saved_page_is_its_text_without_styles() -> None:
+    parts = part("<p>Open until 18.", "text/html"), part("p { color: red }", "text/css"), part("aaaa", "image/png")
+    assert read(multipart("related", *parts)) == ("Open until 18.", ())
+
+
+def test_calendars_and_contacts() -> None:
+    assert from_calendar(CALENDAR.encode()).text.startswith("Event: Team lunch\nStart: 2026-03-02 11:00 Europe/Oslo\n")
+    cards = (
+        "BEGIN:VCARD\nVERSION:2.1\nN;CHARSET=UTF-8;ENCODING=QUOTED-PRINTABLE:M=C3=BCller;J=C3=BCrgen;;;\n"
+        "ADR;HOME;QUOTED-PRINTABLE:;;Stra=C3=9F=\ne 5;K=C3=B6ln\nPHOTO;ENCODING=BASE64;JPEG:/9j/4AAQ\n abc==\n\nEND:VCARD\n"
+        "BEGIN:VCARD\nVERSION:4.0\nN:Byron;Ada\nFN:Ada, Countess\nitem1.EMAIL;type=WORK:ada@example.org\nTEL;VALUE=uri:tel:+1-555\n"
+        "ORG:Engines\\, Ltd;Hall 3\nNOTE:Two\\nlines\\; fol\n ded\nX-ID:7\nEND:VCARD\n"
+    )
+    assert from_contacts(cards.encode()).text == (
+        "# Jürgen Müller\n\nAddress (home): Straße 5, Köln\n\n# Ada, Countess\n\nEmail (work): ada@example.org\nPhone: +1-555\n"
+        "Organization: Engines, Ltd, Hall 3\nNote: Two lines; folded\n\n"
+    )

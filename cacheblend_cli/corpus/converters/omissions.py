@@ -7,7 +7,7 @@ from itertools import groupby
 
 _MOST_PLACES = 8  # places to name for one kind of thing
 _MOST_CHARACTERS = 120  # of the places to name, besides the first
-_NUMBERED = ("page ", "slide ", "sheet ", "line ", "cell ")
+_NUMBERED = ("page ", "slide ", "sheet ", "line ", "cell ", "mail ")
 
 
 class Omissions:

@@ -13,7 +13,7 @@ import signal
 import msgspec
 
 from cacheblend_cli.cancellation import Cancellation
-from cacheblend_cli.corpus.converters import PLAIN, converter_of
+from cacheblend_cli.corpus.converters import PLAIN, converter_of, named_by_content
 from cacheblend_cli.corpus.converters.converter import NoDocument, encodable, from_plain
 from cacheblend_cli.corpus.layout import Converted
 from cacheblend_cli.limited_process import MIB, LimitedProcess, ProcessEnded, limits, serve
@@ -60,8 +60,9 @@ class ConverterProcess:
     def convert(self, name: str, data: bytes, cancellation: Cancellation | None = None) -> Converted:
         """Convert the bytes of a file. A cancellation kills the process.
 
-        The name selects the converter; unknown names are plain text. Raises NoDocument, Cancelled.
+        The name selects the converter; without a known suffix, the content does. Raises NoDocument, Cancelled.
         """
+        name = named_by_content(name, data)
         converter = converter_of(name) or from_plain
         if converter in PLAIN:
             return converter(data)

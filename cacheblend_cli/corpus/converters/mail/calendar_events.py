@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from cacheblend_cli.corpus.converters.converter import decoded
+from cacheblend_cli.corpus.layout import Converted, TextLayout
+
 _COMPONENTS = frozenset(("VEVENT", "VTODO", "VJOURNAL"))
 _LABELS = {
     "SUMMARY": "Event", "DTSTART": "Start", "DTEND": "End", "DUE": "Due", "DURATION": "Duration", "RRULE": "Repeats", "LOCATION": "Location",
@@ -17,10 +20,14 @@ _QUOTED = re.compile('"[^"]*"?')
 _NAME = re.compile(r'CN=(?:"([^"]*)"|([^":;]+))')
 
 
+def from_calendar(data: bytes) -> Converted:
+    return Converted(events_text(decoded(data)), TextLayout(numbered=False))
+
+
 def events_text(calendar: str) -> str:
     """Return the properties of each event: summary, time, place, people and description."""
     events, components = list[list[tuple[str, str]]](), list[str]()
-    for name, parameters, value in _properties(calendar):
+    for name, parameters, value in properties(calendar):
         if name == "BEGIN":
             components.append(value.upper())
             if components[-1] in _COMPONENTS:
@@ -35,8 +42,11 @@ def events_text(calendar: str) -> str:
     return "\n\n".join("\n".join(f"{label}: {text}" for label, text in event if text) for event in lines)
 
 
-def _properties(calendar: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, parameters and value of each property. A line that begins with a blank continues the one before."""
+def properties(calendar: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, parameters and value of each property of an iCalendar or vCard file.
+
+    A line that begins with a blank continues the one before.
+    """
     line = list[str]()
     for part in [*calendar.splitlines(), ""]:
         if line and part.startswith((" ", "\t")):
@@ -61,4 +71,9 @@ def _value(name: str, parameters: str, value: str) -> str:
         found = _NAME.search(parameters)
         person = (found[1] or found[2] or "") if found else ""
         return f"{person} <{address}>" if person and person != address else address
+    return unescaped(value)
+
+
+def unescaped(value: str) -> str:
+    """Return the text of a value: "\\n" is a line end, "\\," a comma."""
     return _ESCAPED.sub(lambda escaped: "\n" if escaped[1] in "nN" else escaped[1], value)

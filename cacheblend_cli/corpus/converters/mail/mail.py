@@ -18,7 +18,7 @@ from cacheblend_cli.corpus.layout import Converted, TextLayout
 _DEEPEST = 20  # parts within parts, forwarded messages included
 _MOST_PARTS = 1000
 _SILENT = frozenset(
-    "application/pgp-signature application/pkcs7-signature application/x-pkcs7-signature application/applefile".split()
+    "application/pgp-signature application/pkcs7-signature application/x-pkcs7-signature application/applefile text/css".split()
 )
 _ARMOUR = "-----BEGIN PGP MESSAGE-----"
 _QUOTE = re.compile(r">*")
@@ -27,12 +27,16 @@ _QUOTE = re.compile(r">*")
 def from_mail(data: bytes) -> Converted:
     if marked_codec(data):
         data = decoded(data).encode()
+    subject, text = read_mail(data, omissions := Omissions())
+    return Converted(text + "\n", TextLayout("markdown", numbered=False, title=subject, omissions=tuple(omissions)))
+
+
+def read_mail(data: bytes, omissions: Omissions) -> tuple[str, str]:
+    """Return the subject, and the whole text with headers. Raises NoDocument if there are no headers."""
     message = message_from_bytes(data.lstrip(), policy=MailPolicy())
     if not message.keys():
         raise NoDocument("not an e-mail", "broken e-mails")
-    text = _Mail(omissions := Omissions()).text_of(message, 0)
-    layout = TextLayout("markdown", numbered=False, title=header_text(message, "Subject"), omissions=tuple(omissions))
-    return Converted(text + "\n", layout)
+    return header_text(message, "Subject"), _Mail(omissions).text_of(message, 0)
 
 
 class _Mail:
