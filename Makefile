@@ -3,7 +3,7 @@ PYTHON ?= $(or $(firstword $(foreach version,3.13 3.12 3.11,$(shell python$(vers
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install lock demo test torture real lint bench clean
+.PHONY: install lock demo test test-avx2 torture real lint bench clean
 
 install: $(VENV)/.installed
 
@@ -41,6 +41,12 @@ demo: install
 # a process a core, each with one thread: two tests side by side are faster than one with two threads
 test: install
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# numerics again as a CPU without AVX-512 and AMX computes them, in torch and in compiled code; without what Triton alone computes
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+TRITON_ONLY := $(wildcard tests/kernels/test_interpreter*.py tests/kernels/test_compiled.py tests/kernels/test_launches.py)
+test-avx2: install
+	$(AVX2) $(BIN)/pytest -n 2 --dist worksteal tests/kernels tests/kv tests/blend tests/engine tests/gpu $(TRITON_ONLY:%=--ignore=%)
 
 # hours of kills, cuts and flipped bits, properties on examples of this run's own, bounds of every kernel; writes benchmarks/results/torture.*
 torture: install
