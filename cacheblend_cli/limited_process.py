@@ -113,15 +113,18 @@ class LimitedProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            # -P: do not import modules from the current directory, which may be a folder of documents
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            self._finalizer = weakref.finalize(self, _stop, self._process)
+            watched, held = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+            with watched:
+                # -P: do not import modules from the current directory, which may be a folder of documents
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", self._module, str(watched.fileno())],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[watched.fileno()],
+                )
+            self._finalizer = weakref.finalize(self, _stop, self._process, held)
             if self._greeting is not None and self._process.stdin is not None:
                 with suppress(BrokenPipeError):  # the first message tells
                     _send(self._process.stdin, self._greeting())
@@ -135,10 +138,9 @@ class LimitedProcess:
     def forget(self) -> None:
         """Leave the process to the parent, after a fork."""
         self._lock = threading.Lock()
-        if self._process is not None and self._finalizer is not None:
-            self._finalizer.detach()
+        if self._process is not None and self._finalizer is not None and (alive := self._finalizer.detach()):
             self._process.returncode = 0
-            _close(self._process)
+            _close(*alive[2])
         self._process = self._finalizer = None
 
 
@@ -153,14 +155,14 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], held: IO[bytes]) -> None:
     process.kill()
-    _close(process)
+    _close(process, held)
     process.wait()
 
 
-def _close(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
+def _close(process: subprocess.Popen[bytes], held: IO[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout, held):
         with suppress(OSError):
             if pipe is not None:
                 pipe.close()
@@ -198,41 +200,31 @@ def serve(answer: Callable[[bytes], bytes | Iterable[bytes]]) -> None:
     """Answer the messages on stdin until the caller closes its end. A message may have several answers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the caller's
     with suppress(EOFError, BrokenPipeError):
+        _end_with_caller()
         while True:
-            message = _receive(sys.stdin.buffer)
-            with _ended_with_caller():
-                found = answer(message)
-                last: bytes | None = None
-                for part in (found,) if isinstance(found, bytes) else found:
-                    if last is not None:
-                        _send(sys.stdout.buffer, bytes([_MORE]) + last)
-                    last = part
+            found = answer(_receive(sys.stdin.buffer))
+            last: bytes | None = None
+            for part in (found,) if isinstance(found, bytes) else found:
+                if last is not None:
+                    _send(sys.stdout.buffer, bytes([_MORE]) + last)
+                last = part
             assert last is not None, "a message has an answer"
             _send(sys.stdout.buffer, bytes([_LAST_AND_END if peak_mib() > _KEPT_MIB else _LAST]) + last)
 
 
-@contextmanager
-def _ended_with_caller() -> Iterator[None]:
-    """End this process when the caller's end of stdin closes, even inside C code: SIGIO, which the kernel then sends,
-    terminates a process that does not handle it. Use it only while no input can arrive on stdin, which also raises
-    SIGIO."""
-    if not hasattr(os, "O_ASYNC"):
-        yield
-        return
-    stdin = sys.stdin.fileno()
-    flags = fcntl.fcntl(stdin, fcntl.F_GETFL)
-    with suppress(OSError):
-        fcntl.fcntl(stdin, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(stdin, fcntl.F_SETFL, flags | os.O_ASYNC)
+def _end_with_caller() -> None:
+    """End this process when the caller ends, even inside C code: the pipe's other end then closes, and the kernel sends
+    SIGIO, which terminates a process that does not handle it. Nothing is written to this pipe: data raises SIGIO too,
+    even after it was read."""
+    pipe = int(sys.argv[1])
+    if hasattr(os, "O_ASYNC"):
+        with suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
-    poll.register(stdin, 0)  # a hang-up is reported always
+    poll.register(pipe, 0)  # a hang-up is reported always
     if poll.poll(0):  # closed before it was watched
         raise EOFError
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.fcntl(stdin, fcntl.F_SETFL, flags)
 
 
 @contextmanager

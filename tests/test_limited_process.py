@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_cli.cancellation import Cancellation, Cancelled
-from cacheblend_cli.limited_process import LimitedProcess
+from cacheblend_cli.limited_process import LimitedProcess, _receive, _send
 
 WAIT_S = 60.0
 MODULE = """
@@ -21,7 +21,10 @@ import re
 from cacheblend_cli.limited_process import limits, serve
 
 def answer(message):
-    if message != b"short":
+    if message.startswith(b"until "):
+        open(message[6:], "w").close()
+        open(message[6:]).close()
+    elif message != b"short":
         open(message, "w").close()  # a FIFO: the test waits for it
         with limits(90, 1 << 34):
             re.match("(a*)*b", "a" * 64)  # in C code
@@ -72,6 +75,22 @@ def test_a_cancellation_kills_the_process_that_works(module: str, began: Path) -
     with pytest.raises(Cancelled):
         process.ask(b"short", cancellation)
     assert process.ask(b"short", Cancellation()) == process.ask(b"short") == b"short"
+    process.close()
+
+
+def test_a_message_that_arrives_during_work_is_answered_next(module: str, began: Path) -> None:
+    """The kernel's signal for data may come after the data was read, so it has to mean nothing."""
+    process = LimitedProcess(module)
+    process.start()
+    assert process._process is not None
+    stdin, stdout = process._process.stdin, process._process.stdout
+    assert stdin is not None
+    assert stdout is not None
+    _send(stdin, b"until " + os.fsencode(began))
+    began.read_bytes()
+    _send(stdin, b"short")
+    began.write_bytes(b"")
+    assert [_receive(stdout)[1:] for _ in range(2)] == [b"until " + os.fsencode(began), b"short"]
     process.close()
 
 
