@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,18 +166,34 @@ def test_threads_that_ask_first_share_one_service(engine: Engine, store: ChunkSt
     assert [t.name for t in threading.enumerate()].count("cacheblend-engine") == 1
 
 
-def test_a_cancelled_task_cancels_its_answer(engine: Engine, store: ChunkStore) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["running", "queued"])
+def test_a_cancelled_task_cancels_its_answer(
+    engine: Engine, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """late: the task is cancelled before it knows that its request was queued."""
     service = engine._started()
 
-    async def leave() -> None:
-        for coroutine in (engine.ask_async("who?", max_tokens=900), first_piece()):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(coroutine, 0.2)
+    async def until_cancelled(submit: Callable[[], object]) -> None:
+        submit()
+        await asyncio.Event().wait()
 
     async def first_piece() -> None:
         async for _ in engine.stream_async("who?", max_tokens=900):
             pass
 
+    async def leave() -> None:
+        for number, coroutine in enumerate((engine.ask_async("who?", max_tokens=900), first_piece())):
+            task = asyncio.create_task(coroutine)
+            while not service.stats().running:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while service.stats().cancelled == number:
+                await asyncio.sleep(0)
+
+    if late:
+        monkeypatch.setattr(asyncio, "to_thread", until_cancelled)
     asyncio.run(leave())
     assert engine.ask("who?", max_tokens=2).generated_ids  # behind the cancelled ones
     assert service.stats().cancelled == 2

@@ -237,10 +237,10 @@ class Engine(Documents):
 
     async def ask_async(self, question: str | AskRequest, **about: Any) -> Answer:
         """Answer without blocking the event loop. Cancelling the task cancels the request."""
-        left = threading.Event()
+        left, futures = threading.Event(), list[Future[Answer]]()
 
         def submit() -> Future[Answer]:
-            future = self._queue(self._asked(question, about))
+            futures.append(future := self._queue(self._asked(question, about)))
             if left.is_set():
                 future.cancel()
             return future
@@ -249,6 +249,8 @@ class Engine(Documents):
             return await asyncio.wrap_future(await asyncio.to_thread(submit))
         finally:
             left.set()
+            for future in futures:  # queued, though the task may not know it yet
+                future.cancel()
 
     async def stream_async(self, question: str | AskRequest, **about: Any) -> AsyncIterator[str]:
         """Stream without blocking the event loop. Leaving the loop, or cancelling the task, cancels the request."""
