@@ -1,18 +1,20 @@
-"""A blended prompt pauses between its layers: answers beside it go on, and it gives the same answer as alone."""
+"""A prompt pauses between its layers: answers beside it go on, and it gives the same answer as alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
+from cacheblend_cli.engine.core import executor
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Limits, Text
 from cacheblend_cli.engine.features.auto_ratio import controller_of
-from cacheblend_cli.engine.worker.prefill import PrefillState
+from cacheblend_cli.engine.worker.prefill import PrefillOutput, PrefillState
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams
 
@@ -26,6 +28,7 @@ BLENDS = {
     "hkvd": BlendParams(ratio=0.4, selector="hkvd"),
     "gradual": BlendParams(selector="hkvd", checks=((1, 0.6), (3, 0.3))),
     "query:4+hkvd": BlendParams(ratio=0.4, selector="query:4+hkvd", correction="none"),
+    "full": BlendParams(mode="full"),
 }
 
 
@@ -47,8 +50,8 @@ def prefill_of(driver: CoreDriver, state: RequestState) -> PrefillState | None:
 
 def paused(driver: CoreDriver, state: RequestState) -> bool:
     """Whether the prompt is between two of its layers."""
-    prefill = prefill_of(driver, state)
-    return prefill is not None and prefill._blending is not None
+    running = state.sequences[0].prefill if state.sequences else None
+    return running is not None and any(running.number in key for key in driver.core.worker._paused)
 
 
 def until_text(driver: CoreDriver, listener: Listener) -> None:
@@ -63,29 +66,48 @@ def until_paused(driver: CoreDriver, state: RequestState, times: int = 2) -> Non
         times -= paused(driver, state)
 
 
-@pytest.mark.parametrize("blend", BLENDS.values(), ids=BLENDS)
-def test_a_stream_goes_on_between_the_layers_of_a_blend(stored: StoredEngine, blend: BlendParams) -> None:
-    question = asked(stored, blend, logprobs=1)
-    stream = stored.question("what keeps the parrot?", max_tokens=60)
+@pytest.mark.parametrize("name", [*BLENDS, "verify"])
+def test_a_stream_goes_on_between_the_layers_of_a_prompt(stored: StoredEngine, name: str) -> None:
+    verify = name == "verify"
+    question = asked(stored, BLENDS["query" if verify else name], logprobs=1)
+    stream = stored.question("what keeps the parrot?", max_tokens=100)
     alone = CoreDriver(stored, LIMITS)
-    by_itself, _ = alone.arrive(question)
+    by_itself, _ = alone.arrive(question, verify=verify)
     alone.run()
     streamed_alone = alone.ask(stream)
 
-    driver = CoreDriver(stored, LIMITS)
+    driver = CoreDriver(stored, LIMITS, prefill_s=0.0)
     streaming, _ = driver.arrive(stream)
     until_text(driver, streaming)
-    listener, state = driver.arrive(question)
-    counts = []  # tokens of the stream, each time that the blend has paused
-    while not state.num_started:
+    listener, state = driver.arrive(question, verify=verify)
+    counts = []  # tokens of the stream, each time that the prompt is paused
+    while not listener.last.done():
         driver.step()
-        if paused(driver, state):
+        if not streaming.last.done() and driver.core.worker._paused and bool(state.num_started) == verify:
             counts.append(tokens_of(driver, 0))
-    assert counts[-1] - counts[0] >= LAYERS // 2, "its rows are several slices"
-    assert max(b - a for a, b in pairwise(counts)) == 1, "a token for each group of layers"
+    assert counts[-1] - counts[0] >= LAYERS - 2
+    assert max(b - a for a, b in pairwise(counts)) == 1, "a token for each layer"
     driver.run()
     assert ids_of(streaming) == streamed_alone
     assert answers(listener) == answers(by_itself)
+
+
+def test_a_step_ends_before_the_layer_that_would_be_late(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CoreDriver(stored, LIMITS, prefill_s=2.5)
+    streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=60))
+    until_text(driver, streaming)
+    monkeypatch.setattr(executor, "perf_counter", itertools.count().__next__)  # a layer takes a second
+    prefill, calls = driver.core.worker.prefill, list[list[PrefillOutput]]()
+
+    def count(numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
+        calls.append(prefill(numbers, max_rows))
+        return calls[-1]
+
+    monkeypatch.setattr(driver.core.worker, "prefill", count)
+    _, state = driver.arrive(asked(stored, BLENDS["full"]))
+    until_paused(driver, state, times=1)
+    assert len(calls) == 2
+    driver.run()
 
 
 def tokens_of(driver: CoreDriver, number: int) -> int:
@@ -96,7 +118,34 @@ def tokens_of(driver: CoreDriver, number: int) -> int:
 
 
 def answers(listener: Listener) -> list[object]:
-    return [(a.generated_ids, a.logprobs, a.chosen, a.recompute_fraction) for a in listener.done().answers]
+    return [
+        (a.generated_ids, a.logprobs, a.chosen, a.recompute_fraction, a.verify and a.verify.answer_kl)
+        for a in listener.done().answers
+    ]
+
+
+@pytest.mark.parametrize("cancels", [False, True], ids=["continued", "cancelled"])
+def test_short_prompts_pause_together(stored: StoredEngine, cancels: bool) -> None:
+    """The next one does not join their launch, and without one of them the others begin again."""
+    text = "who keeps a parrot at home near the harbor"
+    questions = [replace(stored.question(f"{text} {end}"), keys=()) for end in ("?", "!", ".")]
+    limits = replace(LIMITS, max_rows=160)
+    expected = [CoreDriver(stored, limits).ask(question) for question in questions]
+    driver = CoreDriver(stored, limits, prefill_s=0.0)
+    streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=60))
+    until_text(driver, streaming)
+    (first, state), (second, _) = (driver.arrive(question) for question in questions[:2])
+    until_paused(driver, state, 3)
+    [together] = driver.core.worker._paused
+    assert len(together) == 2
+    third, _ = driver.arrive(questions[2])
+    driver.step()
+    assert [*driver.core.worker._paused] == [together]
+    state.cancelled = cancels
+    driver.run()
+    assert driver.core.counts.joined == (0 if cancels else 2)
+    found = [second, third] if cancels else [first, second, third]
+    assert [ids_of(listener) for listener in found] == expected[-len(found) :]
 
 
 @pytest.mark.parametrize("name", ["probe", "hkvd"])
@@ -105,12 +154,10 @@ def test_a_paused_blend_that_is_cancelled_gives_everything_back(stored: StoredEn
         driver = CoreDriver(stored, LIMITS)
         listener, state = driver.arrive(asked(stored, BLENDS[name]))
         until_paused(driver, state, times)
-        prefill = prefill_of(driver, state)
-        assert prefill is not None
         state.cancelled = True
         driver.step()
         assert listener.done() == Done([], "cancelled")
-        assert prefill._blending is None
+        assert not driver.core.worker._paused
         driver.run()  # which checks that no block is used
         assert driver.ask(stored.question())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 import pytest
 from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
@@ -45,8 +46,9 @@ def random_question(rng: random.Random, keys: list[bytes]) -> AskRequest:
     return AskRequest(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
 
 
+@pytest.mark.parametrize("prefill_s", [inf, 0.0], ids=["slices", "layers"])
 @pytest.mark.parametrize("count", [50, pytest.param(400, marks=pytest.mark.torture)])
-def test_answers_do_not_depend_on_the_batch(stored: StoredEngine, count: int) -> None:
+def test_answers_do_not_depend_on_the_batch(stored: StoredEngine, count: int, prefill_s: float) -> None:
     """Random questions alone, and at once in a pool that is far too small for them. Some are preempted,
     others are cancelled meanwhile, and all give the same tokens."""
     rng = random.Random(7)
@@ -55,7 +57,7 @@ def test_answers_do_not_depend_on_the_batch(stored: StoredEngine, count: int) ->
     expected = [alone.ask(question) for question in questions]
     assert alone.core.counts.preempted == 0
 
-    together, listeners, dropped = CoreDriver(stored, TINY), [], []
+    together, listeners, dropped = CoreDriver(stored, TINY, prefill_s), [], []
     left = list(questions)
     while left or together.core.busy:
         for _ in range(rng.choice((0, 0, 1, 3))):
@@ -248,16 +250,16 @@ def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(stored: StoredEngine
     driver, listeners, expected = two_short_prompts(stored)
     worker = driver.core.worker
 
-    def fails(numbers: list[int]) -> list[PrefillOutput]:
+    def fails(numbers: list[int], max_rows: int) -> list[PrefillOutput]:
         if len(numbers) == 1:
-            return type(worker).prefill(worker, numbers)
+            return type(worker).prefill(worker, numbers, max_rows)
         prefill = worker._prefills[numbers[0]]
 
         def wait(layer: int) -> None:
             raise BadChunk(stored.keys[0], "it was damaged")
 
         prefill._loader.wait = wait  # type: ignore[method-assign]
-        return type(worker).prefill(worker, numbers)
+        return type(worker).prefill(worker, numbers, max_rows)
 
     worker.prefill = fails  # type: ignore[method-assign, assignment]
     driver.run()
@@ -272,13 +274,13 @@ def test_prompts_of_a_launch_that_failed_late_are_computed_alone(stored: StoredE
     driver, listeners, expected = two_short_prompts(stored)
     worker = driver.core.worker
 
-    def fails(numbers: list[int]) -> list[PrefillOutput]:
+    def fails(numbers: list[int], max_rows: int) -> list[PrefillOutput]:
         if len(numbers) == 1:
-            return type(worker).prefill(worker, numbers)
+            return type(worker).prefill(worker, numbers, max_rows)
         last = worker._prefills[numbers[-1]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(last, "_computed", lambda *given: 1 / 0)  # the first has its output then
-            return type(worker).prefill(worker, numbers)
+            return type(worker).prefill(worker, numbers, max_rows)
 
     worker.prefill = fails  # type: ignore[method-assign, assignment]
     driver.run()

@@ -52,10 +52,11 @@ class Leader(Worker):
         self.other.begin(sent(given), source)
         super().begin(given, source, on_logits)
 
-    def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
+    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
         if len(numbers) > 1:
             self.calls.add("prefill of several")
-        ours, theirs = super().prefill(numbers), self.other.prefill(sent([*numbers], list[int]))
+        ours = super().prefill(numbers, max_rows)
+        theirs = self.other.prefill(sent([*numbers], list[int]), sent(max_rows))
         for own, other in zip(ours, theirs, strict=True):
             assert (own.num_filled, own.result is None) == (other.num_filled, other.result is None)
             if own.result is not None and other.result is not None:

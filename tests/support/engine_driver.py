@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 from cacheblend_store import ChunkStore
@@ -85,11 +86,13 @@ def open_stored_engine(
 
 
 class CoreDriver:
-    """An EngineCore driven step by step."""
+    """An EngineCore driven step by step. prefill_s: maximum seconds of a prompt's step beside running answers, unless a
+    layer takes longer; at 0 it pauses after each layer, and else tests do not depend on the machine's speed."""
 
-    def __init__(self, stored: StoredEngine, limits: Limits) -> None:
+    def __init__(self, stored: StoredEngine, limits: Limits, prefill_s: float = inf) -> None:
         self.stored = stored
         self.core = EngineCore(stored.engine.runtime, limits, features=FEATURES)
+        self.core.scheduler.prefill_s = prefill_s
         self.listeners: dict[RequestState, Listener] = {}
         self.count = 0
         self.seen: set[SequenceStatus] = set()

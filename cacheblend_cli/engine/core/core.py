@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import bytes_per_token
 from cacheblend_cli.kv.prefix_cache import PrefixHit
 
+PREFILL_S = 0.3  # maximum seconds of a prompt's step beside running answers, unless a layer takes longer
 ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
@@ -67,6 +69,7 @@ class EngineCore:
             self.worker,
             slice_rows,
             limits.max_sequences,
+            prefill_s=PREFILL_S if decoder.device.type == "cpu" else inf,  # a GPU's time is not known at once
             ahead=1 if decoder.device.type == "cpu" else 0,  # on a GPU prompts load one after another
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
@@ -107,7 +110,7 @@ class EngineCore:
         self._outputs.append({sequence: sequence.output.draw(logits)})
 
     def step(self) -> Events:
-        """Run one step: end requests, compute a slice of a prompt, or decode a token of every answer; and do at most
+        """Run one step: end requests, compute layers of a prompt, or decode a token of every answer; and do at most
         one launch of a hook's work. Returns the requests' events, in order."""
         start = scheduled_from = time.perf_counter()
         concluding = self._outputs.concluding

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
+from math import inf
+from time import perf_counter
 
 from torch import Tensor
 
@@ -56,7 +58,7 @@ class Executor:
             except Exception as error:
                 output.failed.append((sequence, error))
         failed = [sequence for sequence, _ in output.failed]
-        self._prefill([s for s in step.prefill if s not in failed], output)
+        self._prefill([s for s in step.prefill if s not in failed], step.prefill_s, output)
         self._decode(step, output)
         return output
 
@@ -79,22 +81,35 @@ class Executor:
             hook.on_begin()
         self._worker.begin(given, request.source, on_logits)
 
-    def _prefill(self, sequences: list[Sequence], output: StepOutput) -> None:
-        """Compute a slice of a prompt, or several short prompts."""
+    def _prefill(self, sequences: list[Sequence], seconds: float, output: StepOutput) -> None:
+        """Compute layers of a prompt, or of several short prompts."""
         numbers = [(s, s.prefill.number) for s in sequences if s.prefill is not None]
         if len(numbers) > 1:
             try:
-                outputs = self._worker.prefill([number for _, number in numbers])
-                output.prefilled, output.joined = list(zip(sequences, outputs, strict=True)), len(outputs)
+                outputs = self._advance([number for _, number in numbers], seconds)
+                output.prefilled = list(zip(sequences, outputs, strict=True))
+                output.joined = sum(out.result is not None for out in outputs)
                 return
-            except Exception as error:  # each is computed alone, so that only the cause fails
-                output.split = 1
+            except Exception as error:  # each is computed alone and at once, so that only the cause fails
+                output.split, seconds = 1, inf
                 logger.warning("%d prompts of one launch are computed alone: %r", len(numbers), error)
         for sequence, number in numbers:
             try:
-                output.prefilled += [(sequence, out) for out in self._worker.prefill([number])]
+                output.prefilled += [(sequence, out) for out in self._advance([number], seconds)]
             except Exception as error:
                 output.failed.append((sequence, error))
+
+    def _advance(self, numbers: list[int], seconds: float) -> list[PrefillOutput]:
+        """Compute the layers that cost about one slice; within limited seconds, as many as fit, at least one."""
+        if seconds == inf:
+            return self._worker.prefill(numbers, self._slice_rows * len(self._decoder.layers))
+        now = perf_counter()
+        until = now + seconds
+        while True:
+            outputs, before = self._worker.prefill(numbers, 1), now
+            now = perf_counter()
+            if not outputs[0].is_paused or 2 * now - before > until:  # the next layer takes as long
+                return outputs
 
     def _decode(self, step: Step, output: StepOutput) -> None:
         """Decode one token of each sequence, and its proposals. A failed batch does not affect others."""

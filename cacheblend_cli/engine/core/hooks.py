@@ -34,7 +34,7 @@ class Hook:
         """Take the logits of the prompt's rows from `outputs_from` on, fp32 [n, vocab_size], in order."""
 
     def on_slice(self, output: PrefillOutput) -> None:
-        """Called when a slice of the prompt is computed."""
+        """Called after each step of the prompt's prefill."""
 
     def on_prefill(self, report: PrefillReport, export: Callable[[], KVReader]) -> Begun | None:
         """Called when the prompt is computed. Return an answer that this hook has begun, or None to let the engine draw

@@ -133,7 +133,7 @@ class OutputProcessor:
     # prompts
 
     def _take_slice(self, sequence: Sequence, out: PrefillOutput) -> None:
-        """Handle a computed slice of a prompt. After the last one its answers begin."""
+        """Handle computed layers of a prompt. After the last ones its answers begin."""
         state, prefill = sequence.state, sequence.prefill
         if sequence.paged is None or prefill is None:  # its request failed
             return

@@ -1,9 +1,9 @@
 """Scheduling policy, all of it.
 
 Requests are served by priority, then first come, first served. Preempted sequences resume before a new one begins. One
-prompt is prefilled at a time, a slice per step, and between two slices every running answer gets a token; consecutive
-short prompts share a step, up to the rows of a slice. The next prompt may load meanwhile. If blocks run out, the
-sequence that came last is preempted. Cancelled and overdue requests end in a separate step.
+prompt is prefilled at a time, and between two steps of it every running answer gets a token; consecutive short prompts
+share a launch, up to the rows of a slice. The next prompt may load meanwhile. If blocks run out, the sequence that came
+last is preempted. Cancelled and overdue requests end in a separate step.
 
 With async scheduling (on a GPU) a step that only decodes the same answers again is scheduled before the host knows the
 tokens of the last one (`schedule_ahead`). Any other step is scheduled after these tokens have taken effect.
@@ -15,6 +15,7 @@ import itertools
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from typing import Protocol
 
@@ -44,7 +45,8 @@ class Step:
     end: list[RequestState] = field(default_factory=list)  # cancelled or overdue
     swaps: list[Swap] = field(default_factory=list)  # KV moved to the host and back
     begin: list[Sequence] = field(default_factory=list)  # prompts whose stored KV begins to load
-    prefill: list[Sequence] = field(default_factory=list)  # prompts whose next slice is computed, in one launch
+    prefill: list[Sequence] = field(default_factory=list)  # prompts whose next layers are computed, in one launch
+    prefill_s: float = inf  # maximum seconds of it, unless one layer takes longer
     decode: list[Sequence] = field(default_factory=list)  # answers that get a token
     pending: Mapping[Sequence, Draw] = field(default_factory=dict)  # newest tokens that the host does not know yet
     drafts: Drafts = field(default_factory=dict)  # proposals of answers that get a token
@@ -79,6 +81,7 @@ class Scheduler:
     worker: Worker  # holds the sequences' KV
     slice_rows: int  # positions of a slice
     max_sequences: int
+    prefill_s: float  # maximum seconds of a step's prefill while answers wait
     ahead: int  # prompts that may load while another is prefilled
     launch_rows: int  # maximum rows of short prompts that share a step
     swap_blocks: int  # maximum blocks on the host
@@ -117,6 +120,7 @@ class Scheduler:
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
         if self._prefilled:
             self._step.prefill = self._together(prefilling)
+            self._step.prefill_s = self.prefill_s if decoding else inf
         else:
             while decoding and not self.blocks.can_append(_growing(decoding)):
                 self.preempt(running.pop())
@@ -249,12 +253,15 @@ class Scheduler:
         return None not in short and sum(n for n in short if n is not None) <= self.launch_rows
 
     def _together(self, prefilling: list[Sequence]) -> list[Sequence]:
-        """Return the first prompt and the next ones that share its step."""
-        together = prefilling[:1]
-        for sequence in prefilling[1:]:
-            if sequence.prefill is None or not self._may_join(together, sequence.prefill.short):
+        """Return the first prompt and the next ones that share its launch. None joins one that has begun."""
+        prompts = [(s, s.prefill) for s in prefilling if s.prefill is not None]
+        (_, first), together = prompts[0], list[Sequence]()
+        launch = first.launch
+        for sequence, prefill in prompts:
+            if together and (prefill.launch != launch or not self._may_join(together, prefill.short)):
                 break
             together.append(sequence)
+            prefill.launch = first.number
         return together
 
 

@@ -33,6 +33,7 @@ class RunningPrefill:
     number: int  # the worker's key for it
     hit_tokens: int  # leading tokens whose KV came from the prefix cache
     short: int | None = None  # rows, if it may share a launch with other prompts
+    launch: int | None = None  # key of its launch's first prompt, once that has begun
 
 
 @dataclass(frozen=True)

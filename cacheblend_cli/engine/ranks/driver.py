@@ -86,7 +86,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 ARGUMENTS: dict[str, Any] = {
-    "prefill": tuple[list[int]],
+    "prefill": tuple[list[int], int],
     "end": tuple[int],
     "decode": tuple[DecodeInput],
     "copy_blocks": tuple[list[int], list[int]],

@@ -2,7 +2,7 @@
 
 A prompt is always cut at multiples of the slice size, whatever part of it the prefix cache has: the same rows go
 through the same matrix products, so KV and logits are the same to the bit. Everything from the first blended chunk on
-is one slice, which pauses between layers: a step computes as many layers as cost about one slice.
+is one slice. A slice pauses between layers.
 
 Several short prompts may share a launch. On a CPU a row's K, V and logits are the same to the bit with and without the
 other prompts: attention is computed per sequence, and the products of at least SHORT_ROWS rows do not depend on further
@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,6 +114,7 @@ class PrefillOutput:
     loader: KVLoader  # figures of loading, final once the prompt is done
     time: DeviceTime  # of all steps so far
     result: PrefillResult | None = None  # once the prompt is done
+    is_paused: bool = False  # between two layers of a slice
 
 
 class PrefillState:
@@ -134,8 +136,6 @@ class PrefillState:
         self._policy = policy_of(given.blend, decoder.spec.num_kv_layers, given.lossless, tile)
         self._loader = make_loader(decoder, source, sequence, self._plan)
         self._slices = slices_of(self._plan, given.slice_rows, given.outputs_from)
-        self._step_rows = given.slice_rows * len(decoder.layers)  # rows x layers that a step computes
-        self._blending: Pass[PrefillResult] | None = None  # paused between two layers
         self._done, self._time = 0, DeviceTime()
 
     def __enter__(self) -> PrefillState:
@@ -153,37 +153,27 @@ class PrefillState:
             states.pin(self._sequence, first)
 
     def __exit__(self, *exc: object) -> None:
-        if self._blending is not None:
-            self._blending.close()
-        self._blending = None
         self._loader.__exit__(*exc)
 
     @torch.inference_mode()
     def whole(self, output_positions: Tensor) -> PrefillOutput:
         """Compute the whole prompt. output_positions: positions whose logits are returned."""
         start = mark(self._decoder.device)
-        result = finish(self._blend(self._plan, output_positions.to(self._decoder.device)))
-        agree(self._decoder, self._plan, self._loader.bad)
-        return self._output(result, start, self._done)
+        [result] = finish(self._blended(self._plan, output_positions.to(self._decoder.device)))
+        return self._output(result, start)
 
-    def advance(self) -> PrefillOutput:
-        """Compute the next slice; of a blended slice, as many layers as make up the rows of a step, at least one.
-        Raises BadChunk."""
-        piece = self._slices[self._done]
-        if not piece.blended:
-            return compute_slices([self])[0]
-        start, left, result = mark(self._decoder.device), self._step_rows, None
-        with torch.inference_mode():
-            if self._blending is None:
-                self._blending = self._blend(self._plan.filled_until(piece.start), None)
-            try:
-                while left > 0:
-                    rows = next(self._blending)
-                    left -= rows if left >= 2 * rows else left  # the next layer has as many rows
-            except StopIteration as end:
-                self._blending, self._done, result = None, self._done + 1, end.value
-            agree(self._decoder, self._plan, self._loader.bad)
-        return self._output(result, start, self._done)
+    def rest(self) -> PrefillOutput:
+        """Compute the slices that are left. Raises BadChunk."""
+        while True:
+            [output] = Launch([self]).advance(inf)
+            if output.result is not None:
+                return output
+
+    def _blended(self, plan: PromptPlan, output_positions: Tensor | None = None) -> Pass[list[PrefillResult | None]]:
+        prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
+        result = yield from blended_layers(prompt, self._policy, output_positions)
+        agree(self._decoder, self._plan, self._loader.bad)
+        return [result]
 
     def _first_output(self) -> int:
         """Return the index of the next slice's first row whose hidden state is needed."""
@@ -193,39 +183,54 @@ class PrefillState:
         is_last = self._done == len(self._slices) - 1
         return max(0, len(positions) - STEADY_ROWS) if is_last else len(positions)
 
-    def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: Mark) -> PrefillOutput:
-        """Return the output of the next slice, which does not count as done yet. hidden: rows from `outputs_from` on,
-        if logits are wanted. logits: of the prompt's last row, fp32 [1, vocab_size], after the last slice."""
+    def _result(self, hidden: Hidden | None, logits: Tensor | None) -> Pass[PrefillResult | None]:
+        """Return the prompt's result after its last slice. hidden: rows from `outputs_from` on, if logits are wanted.
+        logits: of the prompt's last row, fp32 [1, vocab_size], after the last slice."""
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):
                 self._on_logits(hidden.logits(self._decoder, slice(at, min(at + LOGIT_ROWS, end))))
+                yield 1
             if logits is not None:
                 self._on_logits(logits)
         if logits is None:
-            return self._output(None, start, self._done + 1)
+            return None
         count = sum(len(s.positions) for s in self._slices)
         layers = [LayerReport(layer.index, LayerStatus.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
-        chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
-        return self._output(PrefillResult(logits, chosen, layers), start, self._done + 1)
+        return PrefillResult(logits, torch.empty(0, dtype=torch.int64, device=logits.device), layers)
 
-    def _blend(self, plan: PromptPlan, output_positions: Tensor | None) -> Pass[PrefillResult]:
-        prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
-        return blended_layers(prompt, self._policy, output_positions)
-
-    def _output(self, result: PrefillResult | None, start: Mark, done: int) -> PrefillOutput:
-        """done: slices that are computed."""
+    def _output(self, result: PrefillResult | None, start: Mark, is_paused: bool = False) -> PrefillOutput:
         self._time = self._time.plus(start, mark(self._decoder.device))
-        num_filled = self._slices[done - 1].end if done else self._plan.num_prefix_cached
-        return PrefillOutput(num_filled, self._loader, self._time, result)
+        num_filled = self._slices[self._done - 1].end if self._done else self._plan.num_prefix_cached
+        return PrefillOutput(num_filled, self._loader, self._time, result, is_paused)
 
 
-@torch.inference_mode()
-def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
-    """Compute the next slice of a prompt, or the only slice of several short ones (`short_rows`), in one launch. RoPE
-    must have the same frequencies for all. Raises BadChunk, after which every prompt can be computed again, alone."""
+class Launch:
+    """The next slice of a prompt, or the only slice of several short ones (`short_rows`), which pauses between layers.
+    RoPE must have the same frequencies for all. After an error every prompt can be computed again, alone."""
+
+    def __init__(self, prompts: Sequence[PrefillState]) -> None:
+        self._prompts, self._decoder = prompts, prompts[0]._decoder
+        first, piece = prompts[0], prompts[0]._slices[prompts[0]._done]
+        self._pass = first._blended(first._plan.filled_until(piece.start)) if piece.blended else _computed(prompts)
+
+    @torch.inference_mode()
+    def advance(self, max_rows: float) -> list[PrefillOutput]:
+        """Compute the next layers, at most max_rows rows x layers, at least one layer. Raises BadChunk."""
+        start, results, is_paused = mark(self._decoder.device), [None] * len(self._prompts), True
+        try:
+            while max_rows >= 2 * (rows := next(self._pass)):  # the next layer has as many
+                max_rows -= rows
+        except StopIteration as end:
+            results, is_paused = end.value, False
+            for prompt in self._prompts:  # all of them, or none
+                prompt._done += 1
+        return [p._output(result, start, is_paused) for p, result in zip(self._prompts, results, strict=True)]
+
+
+def _computed(prompts: Sequence[PrefillState]) -> Pass[list[PrefillResult | None]]:
+    """Compute the next slice of each prompt in one launch."""
     decoder = prompts[0]._decoder
-    start = mark(decoder.device)
     device, parts, ids, output_rows, ends = decoder.device, [], list[int](), list[int](), list[int]()
     for prompt in prompts:
         positions, token_ids = prompt._slices[prompt._done].positions, prompt._plan.token_ids
@@ -235,7 +240,7 @@ def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
         ids += [token_ids[p] for p in positions]
     rows = packed_rows(decoder, parts, max(prompt._plan.num_tokens for prompt in prompts))
     steps = _SliceSteps([p._loader for p in prompts], last_narrowing(decoder), upload(output_rows, device))
-    hidden = finish(layer_by_layer(decoder, rows, upload(ids, device), steps))
+    hidden = yield from layer_by_layer(decoder, rows, upload(ids, device), steps)
     for prompt in prompts:
         agree(decoder, prompt._plan, prompt._loader.bad)
     logits: list[Tensor | None] = [None] * len(prompts)
@@ -243,7 +248,7 @@ def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
         last_rows = [end - 1 for end in (*ends, *ends[-1:] * (-len(ends) % STEADY_ROWS))]
         last = hidden.logits(decoder, upload(last_rows, device))
         logits = [last[i : i + 1].clone() for i in range(len(prompts))]
-    outputs = [prompt._computed(hidden, row, start) for prompt, row in zip(prompts, logits, strict=True)]
-    for prompt in prompts:  # all of them, or none
-        prompt._done += 1
-    return outputs
+    results = list[PrefillResult | None]()
+    for prompt, row in zip(prompts, logits, strict=True):
+        results.append((yield from prompt._result(hidden, row)))
+    return results

@@ -18,7 +18,7 @@ from torch import Tensor
 from cacheblend_cli.engine.worker.attention import Watch
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, compute_slices
+from cacheblend_cli.engine.worker.prefill import Launch, PrefillInput, PrefillOutput, PrefillState
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.pool import SequenceView, upload
 from cacheblend_cli.kv.source import KVSource
@@ -74,6 +74,7 @@ class Worker(BlockSpace):
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
         self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
         self._prefills: dict[int, PrefillState] = {}
+        self._paused: dict[tuple[int, ...], Launch] = {}  # by the prompts' numbers
         self._swapped: dict[int, Swapped] = {}
 
     def has_state(self, block: int, num_tokens: int) -> bool:
@@ -88,15 +89,20 @@ class Worker(BlockSpace):
         state.__enter__()
         self._prefills[given.number] = state
 
-    def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        """Compute the next step of a prompt, or the only slice of several short prompts (`short_rows`) in one launch.
-        Raises BadChunk, after which each prompt can be computed alone."""
-        if len(numbers) == 1:
-            return [self._prefills[numbers[0]].advance()]
-        return compute_slices([self._prefills[number] for number in numbers])
+    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
+        """Compute the next layers of a prompt, or of several short prompts (`short_rows`) in one launch. max_rows:
+        maximum rows x layers; at least a layer is computed. Raises BadChunk, after which each prompt can be computed
+        alone."""
+        key = tuple(numbers)
+        launch = self._paused.pop(key, None) or Launch([self._prefills[number] for number in numbers])
+        outputs = launch.advance(max_rows)
+        if outputs[0].is_paused:
+            self._paused[key] = launch
+        return outputs
 
     def end(self, number: int) -> None:
         """End the prefill with that number, if there is one."""
+        self._paused = {key: launch for key, launch in self._paused.items() if number not in key}
         state = self._prefills.pop(number, None)
         if state is not None:
             state.__exit__(None, None, None)
