@@ -59,6 +59,10 @@ class DocumentIn(Struct, forbid_unknown_fields=True):
     title: Title | None = None
 
 
+Documents = Annotated[list[DocumentIn | Text], Meta(max_length=MAX_DOCUMENTS)]
+"""Documents of a request; a text alone is a document without id and title."""
+
+
 class SearchIn(Struct, forbid_unknown_fields=True):
     """Search for stored chunks; true is the same as {}. query: default is the question; k: number of chunks."""
 
@@ -178,7 +182,7 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     logit_bias: Annotated[dict[int, float], Meta(max_length=4096)] | None = None
     response_format: FormatIn | None = None
     regex: Annotated[str, Meta(max_length=64 << 10)] | None = None
-    documents: Annotated[list[DocumentIn], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    documents: Documents | None = None
     chunks: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     search: SearchIn | bool | None = None
     blend: BlendIn | None = None
@@ -190,6 +194,10 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     # never called. The definitions stay out of the prompt: stored KV, which comes after them, would depend on them
     tools: Raw = NULL
     functions: Raw = NULL
+
+    @property
+    def given_documents(self) -> list[DocumentIn]:
+        return [DocumentIn(given) if isinstance(given, str) else given for given in self.documents or ()]
 
     @property
     def stops(self) -> tuple[str, ...]:

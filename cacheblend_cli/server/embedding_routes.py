@@ -32,12 +32,15 @@ MAX_TEXTS = 2048
 _SLICE = 64  # texts per call, so that requests are prepared in between
 _CHARACTERS_PER_TOKEN = 64  # a longer text is not tokenised
 _BUNDLED = "wordllama"
+# of the client's own tokenizer, which is not this model's
+_NOT_IDS = "input has token ids; send texts (LangChain's OpenAIEmbeddings: check_embedding_ctx_length=False)"
 
 
 class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/embeddings. input: texts, not token ids. dimensions: truncate vectors to this size, renormalised."""
+    """POST /v1/embeddings. input: texts; token ids are refused. dimensions: truncate vectors to this size and
+    renormalise them."""
 
-    input: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)]
+    input: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1, max_length=MAX_TEXTS)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
@@ -53,7 +56,10 @@ def name_of(state: ServerState) -> str:
 async def embeddings(request: Request, state: ServerState) -> Response:
     body = parse(EmbedBody, await json_body(request))
     check_embedding_model(state, body.model or None)
-    texts = [body.input] if isinstance(body.input, str) else body.input
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(given):
+        raise bad_request(_NOT_IDS, "input")
     vectors, counts = await embed_texts(request, state, texts, body.dimensions)
     encoded = [
         base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -59,7 +59,7 @@ def extract_passages(
     """
     state.engine.prompts.check_characters(sum(map(num_characters, messages)), 1)
     texts = [message.text or "" for message in messages]
-    left, documents, found, moved = list(messages), list(body.documents or ()), list[MessagePassage](), list[str]()
+    left, documents, found, moved = list(messages), body.given_documents, list[MessagePassage](), list[str]()
     for i, (message, text) in enumerate(zip(messages, texts, strict=True)):
         elements = elements_of(text) if message.role in ("system", "developer", "user") else []
         if not elements or len(documents) + len(elements) > MAX_DOCUMENTS:
@@ -77,7 +77,7 @@ def extract_passages(
         left[i] = msgspec.structs.replace(message, content=rest)
     if moved:
         left[-1] = msgspec.structs.replace(left[-1], content="\n".join([*moved, "", left[-1].text or ""]))
-    body.documents = documents or None
+    body.documents = [*documents] or None
     return left, found
 
 

@@ -58,7 +58,7 @@ class ParsedRequest:
     @property
     def num_characters(self) -> int:
         """Length of all texts that are tokenised or cut."""
-        documents = (document.text for document in self.body.documents or ())
+        documents = (document.text for document in self.body.given_documents)
         return sum(map(len, (self.text, self.system or "", *self.history, *documents)))
 
 
@@ -146,7 +146,7 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
         keys=[named_chunk(state, tenant, name, "chunks").key for name in body.chunks or ()],
         salt=tenant.salt,
         history=parsed.history,
-        documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.documents or ()),
+        documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.given_documents),
         tenant=tenant.name,
         search=search,
         system=parsed.system,

@@ -46,7 +46,8 @@ def test_the_client_of_openai(client: Any) -> None:
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
         ({"input": ["a", ""]}, "input.1"),
-        ({"input": [1, 2, 3]}, "input.0"),
+        ({"input": [1, 2, 3]}, "input"),
+        ({"input": [[1, 2], [3]]}, "input"),
         ({"input": "a", "dimensions": 257}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
@@ -58,6 +59,11 @@ def test_the_client_of_openai(client: Any) -> None:
 def test_what_cannot_be_embedded_is_refused(shared: Any, body: dict[str, Any], param: str) -> None:
     reply = shared.client.post("/v1/embeddings", json={"model": "wordllama", **body})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+def test_a_client_that_sends_token_ids_is_told_what_to_set(shared: Any) -> None:
+    reply = shared.client.post("/v1/embeddings", json={"input": [[1, 2, 3]]})
+    assert "check_embedding_ctx_length=False" in reply.json()["error"]["message"]
 
 
 def test_many_texts_are_embedded_as_one_by_one(server: Any) -> None:

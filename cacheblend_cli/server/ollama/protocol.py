@@ -16,7 +16,7 @@ from cacheblend_cli.server.bodies import (
     AskBody,
     BlendIn,
     Count,
-    DocumentIn,
+    Documents,
     FormatIn,
     Int,
     Message,
@@ -123,7 +123,7 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
-    documents: Annotated[list[DocumentIn], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    documents: Documents | None = None
     chunks: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     search: SearchIn | bool | None = None
     blend: BlendIn | None = None
