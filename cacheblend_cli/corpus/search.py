@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.normalise import spaced, unspaced
-from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, Searched, fuse, telling_sentence
+from cacheblend_cli.corpus.ranking import (
+    PLACES,
+    ByMeaning,
+    ByWords,
+    Query,
+    Row,
+    Searched,
+    fuse,
+    questions_in,
+    telling_sentence,
+)
 from cacheblend_cli.corpus.scopes import holds
 from cacheblend_cli.corpus.search_index import check_stored, open_index, rebuilding
 from cacheblend_cli.errors import NotFoundError, check_known
@@ -26,8 +36,8 @@ _CONTEXT_ORDER = ("document", "neighbours", "sink")
 BY = ("words", "meaning", "both")
 ORDERS = ("rank", "exact")
 ON_WEAK_MATCH = ("answer", "refuse")
-WEAK_BELOW = {"words": 0.3, "meaning": 0.25, "both": 0.3}
-"""Kind of search -> `SearchHit.match` below which the best hit is a weak match. Measured in study/search.md."""
+WEAK_BELOW = {"words": 0.4, "meaning": 0.33, "both": 0.38}
+"""Kind of search -> `SearchResult.evidence` below which the best hit is a weak match. Measured in study/search.md."""
 MAX_DROP = 0.45
 """How far the match of a hit may be below the best one's before it is cut, by meaning and by both. By words alone it
 says too little: see study/search.md."""
@@ -47,8 +57,12 @@ _SNIPPET_CHARACTERS = 400  # a word can have thousands of characters
 _QUERY_CHARACTERS = 1 << 15
 """Characters of a query to read. A search uses at most 64 terms and 2,048 tokens of them."""
 _COMPARED = 100  # texts
+_BEYOND = 50
+"""Rows beyond k to compare with the hits."""
+_AS_GOOD = 0.1
+"""How far the last hit's match may be below the best one's for others to count that are at most half of it lower."""
 _SOURCES = "SELECT DISTINCT p.source FROM places AS p WHERE p.context != 'prefix' AND {where}"
-WEAK = "nothing stored matches the question well"
+WEAK = "the best match is weak"
 
 
 @dataclass(frozen=True)
@@ -108,11 +122,13 @@ class SearchResult(NamedTuple):
     num_cut: int = 0  # hits left out because their match is far below the best one's
     num_damaged: int = 0  # chunks of the store that cannot be searched, because their records are damaged
     num_repeated: int = 0  # hits left out because a better one contains their text
+    evidence: float = 0.0  # the best match, and half of what it is above that of the next document
+    num_more: int = 0  # passages beyond k that match as well as the last hit
 
     @property
     def weak(self) -> bool:
         """Return whether even the best hit is a weak match. The thresholds are measured in study/search.md."""
-        return max((hit.match for hit in self.hits), default=0.0) < WEAK_BELOW[self.by]
+        return self.evidence < WEAK_BELOW[self.by]
 
 
 def left_out_notes(num_cut: int, num_repeated: int) -> Iterator[str]:
@@ -123,6 +139,12 @@ def left_out_notes(num_cut: int, num_repeated: int) -> Iterator[str]:
     ):
         if count:
             yield f"{'1 more hit is' if count == 1 else f'{count} more hits are'} left out: {why}"
+
+
+def more_note(num_more: int, k: int) -> str:
+    """Say that passages beyond the k hits match as well, and how to have them."""
+    what = "1 more passage matches" if num_more == 1 else f"{num_more} more passages match"
+    return f"{what} as well: -k {k + num_more}"
 
 
 def damaged_note(count: int) -> str:
@@ -143,33 +165,51 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     contexts, the context of `lookup` is searched, else the first of document, neighbours, sink. With `lookup.expand`,
     the adjacent chunks follow after the k hits.
 
+    Of a longer message that matches weakly as a whole, the questions are searched by themselves: the share of its words
+    that one passage has is small.
+
     collections: search only these; for a document in several of them, only the first.
     """
+    query = query[:_QUERY_CHARACTERS]
     with open_index(store) as db:
-        query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
-        asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
-        searched = Searched(collections)
-        [(damaged,)] = db.execute(_DAMAGED.format(where=searched.where), searched.parameters)
-        if not asked.terms:
-            return SearchResult([], lookup.by, 0, damaged)
-        counted = _Counted(db, collections, lookup.context, lookup.scope)
-        words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked, searched)
-        meaning = ByMeaning(db, asked, searched) if asked.embedder else None
-        ranking: Iterable[Row] = words or meaning or ()
-        if words and meaning:
-            ranking = fuse(words, meaning, counted.of, lookup.k)
-        distinct = _Distinct(db)
-        rows = [row for row in islice(distinct.of(counted.of(ranking)), lookup.k) if row.score >= lookup.min_score]
-        num_found = len(rows)
-        if lookup.cut and meaning:
-            rows = [row for row in rows if row.score >= rows[0].score - MAX_DROP]
-        hits = []
-        for row in rows:
-            match = words.of(row)[0] if words and not meaning else row.score
-            hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
-        hits += _beside(db, rows, lookup.expand)
-        check_stored(db, store, (hit.key for hit in hits))
-        return SearchResult(hits, lookup.by, num_found - len(rows), damaged, distinct.num_repeated)
+        found = _search(db, query, lookup, collections)
+        if found.weak:
+            others = [_search(db, question, lookup, collections) for question in questions_in(query)]
+            found = max(found, *others, key=lambda result: result.evidence) if others else found
+        check_stored(db, store, (hit.key for hit in found.hits))
+        return found
+
+
+def _search(db: sqlite3.Connection, query: str, lookup: Lookup, collections: Sequence[str] | None) -> SearchResult:
+    """Search for one text, see `search`."""
+    asked = Query(query, lookup.before[:_QUERY_CHARACTERS], lookup.embedder if lookup.by != "words" else None)
+    searched = Searched(collections)
+    [(damaged,)] = db.execute(_DAMAGED.format(where=searched.where), searched.parameters)
+    if not asked.terms:
+        return SearchResult([], lookup.by, 0, damaged)
+    counted = _Counted(db, collections, lookup.context, lookup.scope)
+    words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked, searched)
+    meaning = ByMeaning(db, asked, searched) if asked.embedder else None
+    ranking: Iterable[Row] = words or meaning or ()
+    if words and meaning:
+        ranking = fuse(words, meaning, counted.of, lookup.k)
+    distinct = _Distinct(db)
+    ranked = distinct.of(counted.of(ranking))
+    rows = [row for row in islice(ranked, lookup.k) if row.score >= lookup.min_score]
+    num_found, num_repeated = len(rows), distinct.num_repeated
+    beyond = list(islice(ranked, _BEYOND))
+    matches = {row.id: words.of(row)[0] if words and not meaning else row.score for row in (*rows, *beyond)}
+    best, source = max(((matches[row.id], row.source) for row in rows), default=(0.0, ""))
+    other = max((matches[row.id] for row in (*rows, *beyond) if row.source != source), default=0.0)
+    evidence, num_more = best + max(best - other, 0.0) / 2, 0
+    if num_found == lookup.k and matches[rows[-1].id] >= best - _AS_GOOD and evidence >= WEAK_BELOW[lookup.by]:
+        least = matches[rows[-1].id] - _AS_GOOD / 2
+        num_more = sum(matches[row.id] >= least and row.score >= lookup.min_score for row in beyond)
+    if lookup.cut and meaning:
+        rows = [row for row in rows if row.score >= rows[0].score - MAX_DROP]
+    hits = [_hit(row, _snippet(db, row, words.terms if words else (), asked), matches[row.id]) for row in rows]
+    hits += _beside(db, rows, lookup.expand)
+    return SearchResult(hits, lookup.by, num_found - len(rows), damaged, num_repeated, evidence, num_more)
 
 
 def _hit(row: Row, snippet: str, match: float, *, beside: bool = False) -> SearchHit:
@@ -279,10 +319,15 @@ def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
         return db.execute(_SOURCES.format(where=searched.where), searched.parameters).fetchone() is not None
 
 
-def weak_note(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None) -> str:
-    """Say that even the best hit is a weak match, and how many documents outside the scope were not searched."""
+def weak_note(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None, num_used: int = 0) -> str:
+    """Say that even the best hit is a weak match, and how many documents outside the scope were not searched.
+
+    num_used: passages from which a question is answered all the same.
+    """
+    rest = "" if num_used < 2 else " and 1 more passage" if num_used == 2 else f" and {num_used - 1} more passages"
+    used = f"{WEAK}: answered from it{rest}" if num_used else WEAK
     count = num_elsewhere(store, scope, collections)
-    return f"nothing stored here matches the question well; {_not_searched(count)}: --all" if count else WEAK
+    return f"{used}; {_not_searched(count)}: --all" if count else used
 
 
 def num_elsewhere(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None) -> int:

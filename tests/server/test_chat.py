@@ -12,6 +12,7 @@ import pytest
 from answer_schema import problems
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.corpus.search import WEAK
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.types import PLAIN, AskRequest, SamplingParams
 
@@ -436,4 +437,4 @@ def test_a_weak_match_can_be_refused(start: Callable[..., Any]) -> None:
     server.state.settings = replace(server.state.settings, on_weak_match="refuse")
     refused = server.ask(**body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "nothing_found")
-    assert "matches the question well" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["message"] == WEAK

@@ -14,6 +14,7 @@ from cacheblend_store import ChunkStore, StoreNoSpace
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
+from cacheblend_cli.corpus.search import WEAK
 from cacheblend_cli.engine.async_engine import Limits
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -198,15 +199,55 @@ def test_retrieval_that_finds_nothing_leaves_the_question_as_it_is(start: Any) -
     assert is_plain(server.ask().json(), 1)
 
 
-@pytest.mark.parametrize("question", ["hi", "write a poem about the sea", "what is the garden of a proof in logic?"])
-def test_a_question_about_something_else_is_not_answered_from_the_documents(start: Any, question: str) -> None:
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        ("hi", "nothing stored matches"),
+        ("write a poem about the sea", "nothing stored matches"),
+        ("what is the garden of a proof in logic?", WEAK),
+    ],
+)
+def test_a_question_about_something_else_is_not_answered_from_the_documents(
+    start: Any, question: str, reason: str
+) -> None:
     """The last one has a word of a document: a weak match."""
     server = start(retrieve=True)
     server.client.put("/v1/documents/a", json={"text": PAGE})
     server.client.put("/v1/documents/b", json={"text": "Jonas keeps a parrot at home and a cat in the garden"})
     reply = server.ask(messages=[{"role": "user", "content": question}]).json()
     assert reply["blend"]["chunks"] == []
-    assert reply["blend"]["notes"] == ["nothing stored matches: the answer is the model's own"]
+    assert reply["blend"]["notes"] == [f"{reason}: answered without documents"]
+
+
+def test_an_inflected_question_and_one_in_a_long_message_are_answered_from_the_documents(start: Any) -> None:
+    server = start(retrieve=True)
+    server.client.put("/v1/documents/a", json={"text": "# Lager\n\nLagerschlüssel hat Ada"})
+    server.client.put("/v1/documents/b", json={"text": "Kesseldruck: sechs Bar"})
+    message = (
+        "Hallo zusammen. Gestern war das Wetter am Hafen schön, und das Mittagessen schmeckte allen. {} Viele Grüße"
+    )
+    for text in ("Wer hat die Schlüssel des Lagers?", message.format("Wo liegt der Lagerschlüssel?")):
+        reply = server.ask(messages=[{"role": "user", "content": text}]).json()
+        assert "a" in [chunk["document"] for chunk in reply["blend"]["chunks"]]
+
+
+def test_a_list_that_goes_on_beyond_k_is_said(start: Any) -> None:
+    server = start(retrieve=True)
+    for number in range(4):
+        server.client.put(
+            f"/v1/documents/{number}", json={"text": f"A ladder hangs beside the gate of depot {number}."}
+        )
+    asked = [{"role": "user", "content": "Which depots have a ladder beside the gate?"}]
+    [note] = server.ask(messages=asked, search={"k": 2}).json()["blend"]["notes"]
+    assert "-k 4" in note
+    assert server.ask(messages=asked, search={"k": 4}).json()["blend"]["notes"] == []
+
+
+def test_a_document_can_be_its_text_alone(start: Any) -> None:
+    server = start()
+    texts, objects = (server.ask(documents=given).json() for given in ([PAGE], [{"text": PAGE}]))
+    assert [chunk["id"] for chunk in texts["blend"]["chunks"]] == [chunk["id"] for chunk in objects["blend"]["chunks"]]
+    assert texts["choices"][0]["message"]["content"] == objects["choices"][0]["message"]["content"]
 
 
 def test_a_question_of_stop_words_is_not_searched(start: Any) -> None:

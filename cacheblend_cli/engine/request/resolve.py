@@ -152,5 +152,5 @@ def _searched(
             if not ask.search.optional:
                 raise NothingFound(error.message, error.hint) from error
             ask = replace(ask, prompt=PLAIN)
-            found = Retrieved(notes=["nothing stored matches: the answer is the model's own"])
+            found = Retrieved(notes=[f"{error.message}: answered without documents"])
     return replace(ask, keys=[*keys, *(key for key in found.keys if key not in keys)]), found

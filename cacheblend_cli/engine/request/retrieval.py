@@ -16,6 +16,7 @@ from cacheblend_cli.corpus.search import (
     SearchHit,
     damaged_note,
     found_elsewhere,
+    more_note,
     num_elsewhere,
     search,
     weak_note,
@@ -75,7 +76,7 @@ def retrieve(
         say(damaged_note(found.num_damaged))
     if not found.hits:
         if lookup.optional:  # nobody reads the reason, which takes a pass over all chunks
-            raise NotFoundError(WEAK)
+            raise NotFoundError("nothing stored matches")
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
     if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
         others = num_elsewhere(store, lookup.scope, collections)
@@ -102,6 +103,8 @@ def retrieve(
             f"{left} of the {len(found.hits)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
             f"{prompts.model.name} is {prompts.context:,} tokens, {headroom:,} of them for the answer"
         )
+    elif found.num_more:
+        notes.append(more_note(found.num_more, lookup.k))
     documents = in_reading_order(found.hits, fit)
     collection = in_stored_codec(own, prompts, stored, [key for keys in documents for key in keys])
     if own.model.spec.recurrent and not ask.keys:
@@ -118,7 +121,7 @@ def retrieve(
     if found.num_damaged:
         notes.append(damaged_note(found.num_damaged))
     if found.weak:
-        notes.insert(0, weak_note(store, lookup.scope, collections))
+        notes.insert(0, weak_note(store, lookup.scope, collections, len(fit)))
     return Retrieved(exact, ranks, notes, found.weak, found.num_cut, found.num_repeated)
 
 
