@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,16 +15,17 @@ from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, parse_size
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.text_files import read_text
 
 if TYPE_CHECKING:
-    from cacheblend_cli.collect.events import Incomplete
+    from cacheblend_cli.collect.events import Incomplete, PrecomputeReport
     from cacheblend_cli.corpus.documents import Skipped
     from cacheblend_cli.settings import Settings
 
 _WARNED = 10
-_NAMED = 3  # omissions to name without --verbose
+_NAMED = 3  # omissions to name without --verbose, and unreadable documents
 _HINTS = {
     "links out of the folder": "name them, or --follow",
     "linked folders": "name them, or --follow",
@@ -112,6 +114,30 @@ def _hint(group: str) -> str:
     if group.startswith("."):
         return reason_of_suffix(f"a{group}") or "name them, or --include them"
     return "name them, or --max-file-size" if group.startswith("over ") else _HINTS.get(group, "")
+
+
+def not_read(missing: Sequence[str], report: PrecomputeReport, *, verbose: bool, watch: bool) -> CacheBlendError | None:
+    """Return the error at the end of a run that could not read everything, or None.
+
+    missing: remembered folders that do not exist. watch: stay silent if there is something to watch.
+    """
+    emptied, named = report.emptied, [file for file in report.skipped if file.named]
+    lost, unread = ([], []) if watch and report.documents else (dict.fromkeys((*emptied, *missing)), report.unread)
+    if lost:
+        first = shlex.quote(shown(next(iter(lost))))
+        command = f"precompute {first}" if emptied else f"chunks rm --source {first}"
+        what = f"no stored document of {', '.join(map(shown, lost))} was found: nothing of it was stored or removed"
+        return NotFoundError(what, f"is a drive not mounted? if not: cacheblend {command} --yes")
+    if unread:
+        some = ", ".join(shown(file.source) for file in unread[:_NAMED]) + ", ..." * (len(unread) > _NAMED)
+        what = f"{counted(len(unread), 'document')} could not be read, and earlier versions stay stored: {some}"
+        first = shlex.quote(shown(unread[0].source))
+        return UsageError(what, f"to remove one: cacheblend chunks rm --source {first}")
+    if named:
+        return not_stored(named)
+    if report.documents or report.gone:
+        return None
+    return no_document(report.skipped, verbose=verbose)
 
 
 def not_stored(files: Sequence[Skipped]) -> UsageError:

@@ -107,9 +107,11 @@ def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput
             yield QuestionInput(row.question, chunks) if row.chunks is None else row
 
 
-def yes_or_no(question: str, output: Output, unasked: UsageError) -> bool:
-    """Ask on the terminal. Raises `unasked` if there is none to ask on."""
+def yes_or_no(question: str, output: Output, unasked: UsageError | None) -> bool:
+    """Ask on the terminal. If there is none to ask on, raise `unasked`, or return False if it is None."""
     if not (sys.stdin.isatty() and output.err_tty):
+        if unasked is None:
+            return False
         raise unasked
     output.err.write(f"{question} [y/N] ")
     output.err.flush()

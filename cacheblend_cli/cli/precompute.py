@@ -84,7 +84,10 @@ def precompute(
     watch: bool = Option(False, "--watch", help="Then watch the folders and store changes, until Ctrl-C."),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be computed and removed: tokens, bytes, time."),
     yes: bool = Option(
-        False, "--yes", "-y", help="Recompute documents that are stored with other settings without asking."
+        False,
+        "--yes",
+        "-y",
+        help="Don't ask before documents are recomputed with other settings, or all documents of a folder removed.",
     ),
     date: str | None = Option(
         None,
@@ -117,6 +120,9 @@ def precompute(
     A second run computes only what changed. The store remembers each PATH with its settings: --chunk-tokens, --overlap,
     --context, --window, --neighbours, --kv-dtype, --include and so on. Without PATH, all remembered paths are updated.
     Ctrl-C keeps what is stored.
+
+    Chunks of deleted documents are removed; if a folder has none of its documents any more, only with --yes or after a
+    question: its drive may not be mounted. A file that cannot be read keeps its stored version.
     """
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.prompt.dates import parse_day
@@ -137,9 +143,10 @@ def precompute(
     from cacheblend_cli.collect.precompute import PrecomputeOptions
 
     options.note_model(resolved, output, json=json)
-    chosen = Paths(paths or (), listed, select, settings.collection)
+    chosen, missing = Paths(paths or (), listed, select, settings.collection), list[str]()
     if not has_paths:
-        chosen = Paths(remembered_paths(engine, settings, output))
+        remembered, missing = remembered_paths(engine, settings, output)
+        chosen = Paths(remembered)
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
     if not dry_run:
         remember_model(resolved)
@@ -163,11 +170,16 @@ def precompute(
                 day=day,
                 cluster=cluster,
             )
-            report = engine.precompute(kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes))
+            confirm_removal = partial(view.confirm_removal, yes=yes, ask=not dry_run)
+            report = engine.precompute(
+                kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes), confirm_removal
+            )
             view.close()
             if kv_store is not None:
                 finish(kv_store, output)
         view.show(report, engine, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
+        if error := folders.not_read(missing, report, verbose=verbose, watch=watch):
+            raise error
         if watch:
             watch_folders(engine, settings, chosen.all, output)
 
@@ -298,9 +310,17 @@ class _View:
             raise Exit()
         return True
 
+    def confirm_removal(self, folder: str, num_documents: int, *, yes: bool, ask: bool) -> bool:
+        """Ask before all documents of a folder are removed. Return False without a terminal."""
+        if yes or not ask:
+            return yes
+        self.close()
+        are_gone = "is not there any more; remove it" if num_documents == 1 else "are not there any more; remove them"
+        question = f"{shown(folder)}: its {counted(num_documents, 'stored document')} {are_gone}?"
+        return yes_or_no(question, self.output, None)
+
     def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
-        """Show the result of storing in `place`. Raises UsageError for named files that were skipped, and if no
-        document was found."""
+        """Show the result of storing in `place`."""
         if report.documents or report.gone or self.json:
             if dry_run:
                 _dry_summary(report, self.output, self.json)
@@ -311,10 +331,6 @@ class _View:
         if report.hidden:
             _warn_hidden(report.hidden, self.output)
         self.skipped_files.summarise(report.skipped)
-        if bad := [file for file in report.skipped if file.named]:
-            raise folders.not_stored(bad)
-        if not report.documents and not report.gone:
-            raise folders.no_document(report.skipped, verbose=self.skipped_files.verbose)
 
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "reading":
@@ -339,6 +355,8 @@ class _View:
             folders.report_omissions(event.incomplete, self.output, verbose=self.skipped_files.verbose)
         elif event.kind == "removed":
             self.output.note(event.message)
+        elif event.kind == "kept":
+            self.output.warn(event.message)
         elif event.chunk is not None:
             self._count(event.done)
             if self.json:

@@ -25,11 +25,11 @@ _IGNORE_FILES = (".gitignore", ".ignore")
 _RETRY_MS = 2000
 
 
-def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list[str]:
-    """Return the paths that the store remembers for this model and that exist.
+def remembered_paths(engine: Engine, settings: Settings, output: Output) -> tuple[list[str], list[str]]:
+    """Return the paths that the store remembers for this model and that exist, and the names of those that do not.
 
-    Warns of each missing path with stored documents; documents of a renamed folder have moved with it.
-    Raises NotFoundError if there is none, StoreNotFound without a store.
+    Warns of each missing path with stored documents, and returns only these; documents of a renamed folder have moved
+    with it. Raises NotFoundError if no path exists, StoreNotFound without a store.
     """
     from cacheblend_cli.corpus.places import is_within, on_disk
     from cacheblend_cli.prompt.records import kept_records
@@ -38,16 +38,18 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
         names = set(engine.roots(store, settings.salt))
         records = kept_records(store)
         stored = [record.source for record in store.documents()]
-    found = {name: path for name in names if (path := on_disk(name)) is not None}
-    for name in sorted(names - found.keys()):
-        if any(is_within(source, name) for source in stored):
-            output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
+    found = {name: path for name in names if (path := on_disk(name)) is not None and os.path.lexists(path)}
+    missing = [n for n in sorted(names - found.keys()) if any(is_within(source, n) for source in stored)]
+    for name in missing:
+        output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
+    if missing and not found:
+        raise NotFoundError("no remembered folder exists now; the stored documents are kept", "is a drive not mounted?")
     if not found:
         hint = "name a folder of documents: cacheblend precompute FOLDER"
         for other in sorted({record.model_name for record in records.values()} - {engine.model.name}):
             hint += f"; it has documents for {other}: cacheblend config set model {other} makes that the default"
         raise NotFoundError(f"the store remembers no folder for {engine.model.name}", hint)
-    return sorted(found.values())
+    return sorted(found.values()), missing
 
 
 def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
@@ -104,7 +106,7 @@ def _updater(
             output.note(event.message)
         elif event.kind == "omitted":
             report_omissions(event.incomplete, output)
-        elif event.skipped is not None and event.skipped.named:
+        elif event.kind == "kept" or (event.skipped and (event.skipped.named or event.skipped.is_stored)):
             output.warn(event.message)
 
     def update() -> PrecomputeReport:

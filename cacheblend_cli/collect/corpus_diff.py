@@ -16,7 +16,7 @@ from cacheblend_cli.collect.document_records import StoredDocument, gone_documen
 from cacheblend_cli.collect.settings import CollectSettings, DocumentRoot, SourceSettings
 from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, Skipped, read_documents
 from cacheblend_cli.corpus.ocr import check_ocr
-from cacheblend_cli.corpus.places import is_within, linked_from, place_of
+from cacheblend_cli.corpus.places import is_below, is_within, linked_from, place_of, with_parents
 from cacheblend_cli.corpus.walk import Selection
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import CollectionRecord, kept_records
@@ -67,6 +67,37 @@ class CorpusDiff:
             if not is_within(document.source, document.root):
                 found.setdefault(document.root, set()).add(document.source)
         return found
+
+    def emptied(self, records: Mapping[bytes, StoredDocument]) -> dict[str, set[str]]:
+        """Map each folder of which every stored document is gone to the names of these documents: its drive may not be
+        mounted. A document that has moved does not count. Of nested folders, return the outermost.
+
+        The folders are those that the store remembers, and given ones without any document. records: all documents in
+        the store.
+        """
+        links = self.source_settings.links
+        lost, alive = dict[str, set[str]](), set[str]()
+        for key, record in records.items():
+            above, name = list(with_parents(record.source))[1:], record.source
+            if key not in self.gone:
+                alive.update(above)
+            elif record.content_digest not in self.names:
+                for root in (*above, *(root for root, linked in links.items() if name in linked)):
+                    lost.setdefault(root, set()).add(name)
+        names = {record.source for record in records.values()}
+        moved = {record.content_digest for record in self.gone.values()}
+        for file in self.documents:
+            if (file.source in names or file.digest in moved) and file.source != file.root:
+                alive.update((file.root, *with_parents(file.source)))
+        without = self.paths.keys() - {file.root for file in self.documents}
+        emptied = (lost.keys() & (without | set(self.source_settings.paths))) - alive
+        return {root: lost[root] for root in sorted(emptied) if not any(is_below(root, other) for other in emptied)}
+
+    def without(self, folder: str, names: Names[str]) -> CorpusDiff:
+        """Return the diff without a folder's documents. names: those that are gone."""
+        gone = {key: record for key, record in self.gone.items() if record.source not in names}
+        left = [file for file in self.documents if file.root != folder and not is_within(file.source, folder)]
+        return replace(self, gone=gone, documents=left)
 
     @cached_property
     def _by_name(self) -> dict[str, list[StoredDocument]]:
@@ -147,7 +178,7 @@ def diff_corpus(
     selections = {name: replace(source_settings.selection_of(name), **paths.select) for name in names}
     for languages in {selection.ocr for selection in selections.values()} - {""}:
         check_ocr(languages)
-    documents, digests, no_documents = list[DocumentFile](), dict[str, str](), set[str]()
+    documents, digests = list[DocumentFile](), dict[str, str]()
     for found in read_documents(
         paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions, _known_files(records)
     ):
@@ -158,10 +189,7 @@ def diff_corpus(
             digests[file.source] = file.digest
         else:
             on_skipped(found)
-            if found.unread:
-                digests[found.source] = ""
-            else:
-                no_documents.add(found.source)
+            digests[found.source] = ""
     codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
     wordings, earlier = dict[str, Wording](), dict[str, date | None]()
     if store is not None:
@@ -180,8 +208,7 @@ def diff_corpus(
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
     worded = {r.source: wordings[r.collection] for r in behind}
     unlinked = source_settings.unlinked(names, digests.keys())
-    gone = gone_documents(records, digests, no_documents, names)
-    gone |= gone_documents(stored, digests, no_documents | unlinked, names)
+    gone = gone_documents(records, digests, names) | gone_documents(stored, digests, names, unlinked)
     return CorpusDiff(
         collection, names, documents, digests, stored, gone, codecs, worded, earlier, source_settings, selections, paths
     )

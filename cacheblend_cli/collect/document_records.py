@@ -166,16 +166,16 @@ def _name_now(name: str, folders: dict[str, str]) -> str:
 
 
 def gone_documents(
-    stored: Mapping[bytes, StoredDocument], digests: Mapping[str, str], no_documents: Names[str], roots: Names[str]
+    stored: Mapping[bytes, StoredDocument], digests: Mapping[str, str], roots: Names[str], unlinked: Names[str] = ()
 ) -> dict[bytes, StoredDocument]:
     """Return the stored documents that no longer exist, by record key, in any collection and context.
 
     A document is gone if it is not on disk, and either is below one of the roots or was found under a different name. A
-    file that the walk skips, because the user has to name it, is not gone.
+    file that the walk skips, or that cannot be read now, is not gone.
 
-    digests: name -> digest of the documents that this run found.
-    no_documents: names of files that are not documents any more.
+    digests: name -> digest of the documents that this run found, "" for files that it could not read.
     roots: paths that this run searched.
+    unlinked: names of documents that no link leads to any more.
     """
     found = set(digests.values())
 
@@ -183,7 +183,7 @@ def gone_documents(
         name = record.source
         if name in digests or is_stdin(name) or not is_file(name):
             return False
-        if name in no_documents:
+        if name in unlinked:
             return True
         return (record.content_digest in found or any(is_below(name, root) for root in roots)) and on_disk(name) is None
 

@@ -58,9 +58,10 @@ class PrecomputeEvent:
     | "skipped" | a file is not a document                                                                        |
     | "omitted" | parts of documents are left out; `incomplete` lists them                                        |
     | "removed" | a document was renamed, or chunks were removed                                                  |
+    | "kept"    | every stored document of a folder is gone, and the folder is left as it is                      |
     """
 
-    kind: Literal["reading", "room", "measure", "plan", "chunk", "settled", "skipped", "omitted", "removed"]
+    kind: Literal["reading", "room", "measure", "plan", "chunk", "settled", "skipped", "omitted", "removed", "kept"]
     chunk: ChunkResult | None = None
     message: str = ""  # text to show the user
     done: int = 0
@@ -90,7 +91,13 @@ class PrecomputeReport:
     hidden: list[str] = field(default_factory=list)  # other documents that `ask` does not find because of the new date
     difference: Difference = field(default_factory=Difference)  # planned changes
     skipped: list[Skipped] = field(default_factory=list)
+    emptied: list[str] = field(default_factory=list)  # folders left as they are: all their stored documents are gone
     incomplete: list[Incomplete] = field(default_factory=list)
+
+    @property
+    def unread(self) -> list[Skipped]:
+        """Files that could not be read, and whose stored version was kept."""
+        return [file for file in self.skipped if file.is_stored and not file.by_rule]
 
     @property
     def tokens_per_s(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as Names
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 
 Confirm = Callable[[Difference], bool]
+ConfirmRemoval = Callable[[str, int], bool]
+"""Called with a folder of which every stored document is gone, and their number."""
 _LONG_PACKS = 24  # launches from which a run measures its speed first, with two launches
 
 
@@ -69,6 +72,7 @@ def precompute(
     options: PrecomputeOptions,
     on_event: OnEvent,
     confirm: Confirm | None = None,
+    confirm_removal: ConfirmRemoval | None = None,
 ) -> PrecomputeReport:
     """Bring the store up to date with the documents at and below the paths. Each chunk is durable before it is
     reported.
@@ -80,10 +84,17 @@ def precompute(
     store: None for a dry run.
     paths: documents below them that no longer exist are removed from the store.
     confirm: called before documents are computed again because their settings changed.
+    confirm_removal: called before all documents of a folder are removed; None to leave such folders as they are.
     """
-    start, report = time.perf_counter(), PrecomputeReport()
-    reading = _Reading(paths, report, on_event)
-    diff = diff_corpus(collection, store, paths, reading.skip, reading.found, _stored(store, options))
+    start, report, records = time.perf_counter(), PrecomputeReport(), _stored(store, options)
+    reading = _Reading(paths, report, on_event, {record.source for record in records.values()})
+    diff = diff_corpus(collection, store, paths, reading.skip, reading.found, records)
+    for root, names in diff.emptied(records).items():
+        if confirm_removal is None or not confirm_removal(root, len(names)):
+            diff = diff.without(root, names)
+            report.emptied.append(root)
+            what = f"{shown(root)} has none of its {len(names)} stored documents any more: it is left as it is"
+            on_event(PrecomputeEvent("kept", message=what))
     report.incomplete = [_incomplete(diff, file) for file in diff.documents if file.omissions]
     if report.incomplete:
         on_event(PrecomputeEvent("omitted", incomplete=report.incomplete))
@@ -108,6 +119,7 @@ def precompute(
     run = PlanStorage(planner, store, room, on_event, report, cluster=options.cluster, force=options.force)
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
     roots = [root for root in diff.given_roots(options.given) if plan or root.path in known]
+    roots = [root for root in roots if root.path not in report.emptied]
     diff.source_settings.remember(store, roots, options.given, done=False)
     for part in plan:
         run.store(part)
@@ -175,19 +187,22 @@ def _confirm(difference: Difference, confirm: Confirm | None, on_event: OnEvent)
 class _Reading:
     """Reports what is found, skipped and read. The share read never decreases, whatever the order of the documents."""
 
-    def __init__(self, paths: Paths, report: PrecomputeReport, on_event: OnEvent) -> None:
-        self._named = {str(Path(name)) for name in paths.named}
+    def __init__(self, paths: Paths, report: PrecomputeReport, on_event: OnEvent, stored: Names[str]) -> None:
+        """stored: names of the documents in the store."""
+        self._named, self._stored = {str(Path(name)) for name in paths.named}, stored
         self._report, self._on_event, self._shown = report, on_event, lru_cache(16)(shown)
         self._places = dict[str, tuple[int, int]]()  # document -> bytes of the documents before it, and its own
         self._total = self._done = 0
 
     def skip(self, file: Skipped) -> None:
+        if file.source in self._stored:
+            file = replace(file, reason=f"{file.reason}; its stored version is kept", is_stored=True)
         self._report.skipped.append(file)
         self._on_event(PrecomputeEvent("skipped", message=f"{file.typed}: {file.reason}", skipped=file))
 
     def leave_out(self, file: DocumentFile, why: NoDocument) -> None:
         named = file.path in self._named
-        self.skip(Skipped(file.source, why.reason, file.path, unread=True, group=why.group, named=named))
+        self.skip(Skipped(file.source, why.reason, file.path, why.group, named))
 
     def found(self, file: DocumentFile) -> None:
         size = max(1, 0 if file.state is None else file.state.size)

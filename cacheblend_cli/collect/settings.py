@@ -106,6 +106,11 @@ class SourceSettings:
         """Sorted paths that were given for this model."""
         return sorted({r.path for r in self._own if not is_stdin(r.path)})
 
+    @property
+    def links(self) -> dict[str, frozenset[str]]:
+        """Map paths that were given for this model to the documents elsewhere that links below them led to."""
+        return {r.path: r.linked for r in self._own if r.linked}
+
     def nearest(self, name: str) -> DocumentRoot | None:
         """Return the nearest root at or above a document or root."""
         own, others = ([r for r in roots if is_within(name, r.path)] for roots in (self._own, self._others))

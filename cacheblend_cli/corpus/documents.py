@@ -196,10 +196,10 @@ class Skipped:
     source: str  # document name, see corpus/places.py
     reason: str
     typed: str  # path as the user typed it, or below such a path
-    unread: bool = False  # the file could not be read, so it may be a document
     group: str = ""  # label to count similar files under
     named: bool = False  # the user named this file, not a directory above it
     by_rule: bool = False  # a rule says not to open files like this
+    is_stored: bool = False  # the store has an earlier version, which stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Candidate:
 
     def skipped(self, why: NoDocument) -> Skipped:
         typed = text_of(str(self.file))
-        return Skipped(self.source, why.reason, typed, why.unread, why.group, self.named, why.by_rule)
+        return Skipped(self.source, why.reason, typed, why.group, self.named, why.by_rule)
 
 
 def find_files(paths: Sequence[str], listed: Sequence[str], select: Callable[[str], Selection]) -> Iterator[Candidate]:

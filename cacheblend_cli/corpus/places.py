@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_cli.settings import FILE
@@ -65,9 +64,16 @@ def is_stdin(name: str) -> bool:
 
 
 def on_disk(name: str) -> str | None:
-    """Return the path of a document or directory by name, None if it does not exist."""
-    with suppress(ValueError):
-        return next(filter(os.path.lexists, (name, os.fsdecode(_unescaped(name)))), None)
+    """Return the path of a document or directory by name, None if it does not exist. A path that cannot be looked up
+    (no permission, a drive that does not answer) may exist."""
+    for path in (name, os.fsdecode(_unescaped(name))):
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            continue
+        except OSError:
+            pass
+        return path
     return None
 
 

@@ -36,11 +36,13 @@ class Documents(EngineThread):
         options: PrecomputeOptions,
         on_event: Callable[[PrecomputeEvent], None],
         confirm: Callable[[Difference], bool] | None = None,
+        confirm_removal: Callable[[str, int], bool] | None = None,
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run.
 
         Unset options are taken from the store's record of the paths. confirm: called before documents are computed
-        again because settings changed. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
+        again because settings changed. confirm_removal: called with a folder and its number of stored documents before
+        all of these are removed; None keeps them. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
         """
         from cacheblend_cli.collect.corpus_diff import Paths
         from cacheblend_cli.collect.precompute import precompute
@@ -51,7 +53,7 @@ class Documents(EngineThread):
             raise UsageError(f"the chat template of {self.runtime.model.name} prints no date", "leave --date out")
         paths = paths if isinstance(paths, Paths) else Paths(paths)
         collection = self.collection(store, options.salt, options.day)
-        return precompute(collection, store, paths, options, on_event, confirm)
+        return precompute(collection, store, paths, options, on_event, confirm, confirm_removal)
 
     def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
         """Return the collection of the store's documents. day: date that the template prints, None for the store's."""

@@ -184,7 +184,7 @@ def test_an_empty_folder_has_no_links(cli: Cli, tmp_path: Path) -> None:
         ids(cli, folder.name, "--follow")
     for folder in folders:
         (folder / "more").unlink()
-        cli("precompute", folder.name)
+        cli("precompute", folder.name, "--yes")
     assert listed(cli) == set()
 
 

@@ -171,7 +171,7 @@ def test_paths_without_a_document_fail_before_the_engine_is_imported(
 def test_an_empty_folder_that_the_store_knows_is_brought_up_to_date(cli: Cli, docs: Path, stored: list[str]) -> None:
     for path in docs.iterdir():
         path.unlink()
-    told = cli("precompute", "docs")
+    told = cli("precompute", "docs", "--yes")
     assert told.code == 0
     assert "is gone" in told.err
     assert cli("chunks", "ls", "--json").records == []

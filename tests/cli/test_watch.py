@@ -108,6 +108,9 @@ def test_watch_stores_what_changes_and_ends_with_ctrl_c(
     assert any("is gone" in line for line in lines)
     assert any("1 removed" in line for line in lines)
     assert sources(cli) == {"docs/alpha.md"}
+    (docs / "alpha.md").unlink()
+    assert any("docs has none of its" in line for line in lines)
+    assert sources(cli) == {"docs/alpha.md"}, "a drive may be gone"
     watching.send_signal(signal.SIGINT)
     assert watching.wait(timeout=120) == 130
 

@@ -155,6 +155,7 @@ class ProjectsMachine(RuleBasedStateMachine):
             PrecomputeOptions(chunk_tokens=24),
             lambda event: None,
             lambda difference: True,
+            lambda folder, num_documents: True,
         )
         computed = {self.disk[file] for file in reached} - known
         assert (report.computed_tokens > 0) == bool(computed), "what is stored under another name is not computed again"
