@@ -16,13 +16,14 @@ from cacheblend_cli.cli import completion, deleting, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size
-from cacheblend_cli.corpus.scopes import holds, scope_of
+from cacheblend_cli.corpus.places import shown, with_parents
+from cacheblend_cli.corpus.scopes import holds, roots_in, scope_of
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import EVERYTHING
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord
+    from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord, Memo
 
     from cacheblend_cli.corpus.citations import Citation
 
@@ -113,8 +114,9 @@ def rm(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Remove chunks. The next precompute computes their documents again.
+    """Remove chunks. The next precompute computes their documents again, unless their folder is forgotten.
 
+    --all and --source also forget the folders that they name, so that precompute without a path does not update them.
     Asks before chunks of more than one document are removed.
     """
     output = Output(quiet=quiet)
@@ -122,9 +124,12 @@ def rm(
         raise UsageError("chunks to remove must be named in exactly one way", "chunk ids, --source PATH or --all")
     with open_store(settings, write=False) as reading:
         keys, found = list(map(reading.resolve, chunks or ())), list["DocumentRecord"]()
-        listed = set(keys)
+        listed, roots = set(keys), dict[str, list["Memo"]]()
         if not chunks:
-            found = _documents(reading, source)
+            scope = EVERYTHING if source is None else scope_of(source)
+            found, roots = [d for d in reading.documents() if holds(scope, d.source)], roots_in(reading, scope)
+            if source is not None and not (found or roots):
+                raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
             listed.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
             keys = list(listed.union(m.key for m in reading.chunks(prefixes=True)))
@@ -133,26 +138,21 @@ def rm(
         if keys:
             kv_store.remove_chunks(keys)
         keys += kv_store.remove_documents(d.key for d in found)
-        free = deleting.free_bytes(kv_store)
+        kv_store.remove_memos(memo for memos in roots.values() for memo in memos)
+        left, free = roots_in(kv_store), deleting.free_bytes(kv_store)
     ids = [key.hex() for key in dict.fromkeys(keys) if key in listed]
     if json:
-        output.json({"removed": len(ids), "ids": ids})
+        output.json({"removed": len(ids), "ids": ids, "forgotten": list(map(shown, roots))})
         return
     for name in ids if quiet else ():
         output.text(name)
     of = f" of {counted(count, 'document')}" if (count := len({d.source for d in found})) else ""
     output.note(f"removed {counted(len(ids), 'chunk')}{of}")
+    if roots:
+        output.note(f"precompute without a path does not update {', '.join(map(shown, roots))} any more")
+    if above := {path for d in found for path in with_parents(d.source) if path in left}:
+        output.note(f"{', '.join(map(shown, sorted(above)))}: the next precompute computes what is there again")
     deleting.note_free(output, free)
-
-
-def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
-    """Return the documents of --source, by default all. Raises NotFoundError if --source matches none."""
-    if source is None:
-        return list(store.documents())
-    scope = scope_of(source)
-    if not (found := [d for d in store.documents() if holds(scope, d.source)]):
-        raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
-    return found
 
 
 def _confirm(

@@ -15,6 +15,7 @@ from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size, parse_age, parse_size
 from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.corpus.scopes import roots_in
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
@@ -37,12 +38,13 @@ def stats(
 ) -> None:
     """Show what the store holds.
 
-    Chunks and bytes by model, and the size and free space of the file.
+    Chunks and bytes by model, the size and free space of the file, and the folders that precompute remembers.
     """
     output = Output()
     with open_store(settings, write=False) as kv_store:
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
+        remembered = list(map(shown, roots_in(kv_store)))
     of_tier = tier.describe(settings) if settings.tier else None
     models = sorted(found.models.items())
     if json:
@@ -56,12 +58,15 @@ def stats(
                 for (name, fingerprint, codec), share in models
             ],
             "prefixes": vars(found.prefixes),
+            "remembered": remembered,
         }
         record |= {"tier": of_tier} if of_tier else {}
         record |= {"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}
         output.json(record)
     else:
         _show_stats(settings, found, of_tier, output)
+        if remembered:
+            output.line(f"precompute without a path updates {', '.join(remembered)}")
         columns = ("chunks", "tokens", "KV", "KV per token")
         if models:
             rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]

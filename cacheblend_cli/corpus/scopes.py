@@ -9,12 +9,21 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.places import SENT, is_file, is_within, place_of, project_folder, shown, with_parents
+from cacheblend_cli.corpus.places import (
+    SENT,
+    is_file,
+    is_stdin,
+    is_within,
+    place_of,
+    project_folder,
+    shown,
+    with_parents,
+)
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.types import EVERYTHING, Scope
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore
+    from cacheblend_store import ChunkStore, Memo
 
 ROOTS = "root"
 """Kind of the store memos that record document roots, see collect/settings.py."""
@@ -40,6 +49,16 @@ def holds(scope: Scope, name: str) -> bool:
     if is_within(name, scope.path) or (scope.linked and not scope.linked.isdisjoint(with_parents(name))):
         return True
     return bool(scope.pattern) and (fnmatchcase(name, scope.pattern) or fnmatchcase(name, f"{scope.pattern}/*"))
+
+
+def roots_in(store: ChunkStore, scope: Scope = EVERYTHING) -> dict[str, list[Memo]]:
+    """Return the memos of the document roots in the scope by path, sorted, without stdin."""
+    found: dict[str, list[Memo]] = {}
+    for memo in store.memos(ROOTS):
+        path = memo.name.partition("\0")[0]
+        if holds(scope, path) and not is_stdin(path):
+            found.setdefault(path, []).append(memo)
+    return found
 
 
 def collection_scope(store: ChunkStore, name: str) -> Scope:

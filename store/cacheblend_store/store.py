@@ -370,6 +370,10 @@ class ChunkStore:
         if memos:
             self.transact(put)
 
+    def remove_memos(self, memos: Iterable[Memo]) -> None:
+        """Remove memos. Works on a full disk."""
+        self._free((memo.key for memo in memos), lambda writer, some: [writer.delete("meta", key) for key in some])
+
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove chunks. Return how many were stored. The next precompute restores them. Works on a full disk."""
         return sum(self._free(keys, lambda writer, some: sum(map(writer.delete_chunk, some))))

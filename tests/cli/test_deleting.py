@@ -41,6 +41,40 @@ def test_a_script_needs_yes(cli: Cli, stored: list[str], model: Path, command: t
     assert count(cli) == 0
 
 
+@pytest.mark.parametrize("command", [("--all",), ("--source", "docs"), ("--source", "d*")], ids=" ".join)
+def test_a_removed_folder_is_forgotten(cli: Cli, docs: Path, command: tuple[str, ...]) -> None:
+    def remembered() -> list[str]:
+        return cli("chunks", "stats", "--json").records[0]["remembered"]
+
+    cli("precompute", "docs")
+    assert remembered() == ["docs"]
+    assert "docs" in cli("chunks", "stats").out.splitlines()[3]
+    assert cli("chunks", "rm", *command, "--yes", "--json").records[0]["forgotten"] == ["docs"]
+    assert remembered() == []
+    assert cli("precompute").code == 3
+    assert count(cli) == 0
+    assert cli("precompute", "docs").code == 0, "until it is named again"
+    assert remembered() == ["docs"]
+
+
+def test_a_folder_of_which_something_else_was_removed_is_not_forgotten(cli: Cli, docs: Path, stored: list[str]) -> None:
+    for command in (("--source", "docs/beta.md"), (stored[0],)):
+        cli("chunks", "rm", *command)
+        assert cli("precompute").code == 0
+        assert count(cli) == len(stored)
+    assert "docs: the next precompute" in cli("chunks", "rm", "--source", "docs/beta.md").err
+
+
+def test_a_folder_without_documents_is_forgotten_too(cli: Cli, docs: Path) -> None:
+    cli("precompute", "docs")
+    cli("chunks", "rm", *map(str, cli("chunks", "ls", "-q").out.split()), "--yes")
+    for file in docs.iterdir():
+        file.unlink()
+    cli("precompute", "docs", "--yes")
+    assert cli("chunks", "rm", "--source", "docs").code == 0
+    assert cli("chunks", "rm", "--source", "docs").code == 3
+
+
 def test_named_chunks_of_several_documents_are_asked_about(cli: Cli, stored: list[str]) -> None:
     assert cli("chunks", "rm", stored[0], stored[-1]).code == 2
     assert count(cli) == len(stored)
