@@ -126,6 +126,7 @@ class BlendChunk(TypedDict):
     recomputed: int  # tokens whose KV was computed in the last layers
     place: str  # page, slide or lines in the document
     rank: int | None  # rank in the search, from 1; null for a named chunk
+    also_in: list[str]  # ids of other documents with the same text
     pieces: NotRequired[list[tuple[str, str]]]  # with explain: [text, exact|reused|recomputed|computed]
 
 

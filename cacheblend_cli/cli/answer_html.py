@@ -66,6 +66,7 @@ def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUs
 
 def _source(chunk: ChunkUse, tokens: Sequence[TokenUse]) -> str:
     where = ", ".join(filter(None, (chunk.place, " / ".join(chunk.headings))))
+    where += f"; also in {', '.join(chunk.also_in)}" if chunk.also_in else ""
     runs = [
         f'<mark class="{kind}">{_text("".join(t.text for t in run))}</mark>'
         for kind, run in groupby(tokens, key=lambda token: token.kind)

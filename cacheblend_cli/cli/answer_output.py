@@ -207,7 +207,8 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None, st
         output.warn("the answer may be made up: its sources match the question weakly")
     for chunk in chunks[:most]:
         place = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
-        output.note(f"{'nearest' if weak else 'source'}: {place}")
+        also = f"; also in {', '.join(chunk.also_in)}" if chunk.also_in else ""
+        output.note(f"{'nearest' if weak else 'source'}: {place}{also}")
     if len(chunks) > most and not weak:
         output.note(f"and {len(chunks) - most} more")
     output.note(summary_line(result.answer, seconds, start_s))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.citations import Citation
 
 _TEXT_READ, _TEXT_SHOWN = 1000, 50  # characters of a text
+_LABELS = {"lines": "place", "also_in": "also in"}
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, check and remove stored chunks.")
 
 
@@ -48,25 +49,26 @@ def ls(
     from cacheblend_cli.corpus.citations import Citations
 
     output = Output(quiet=quiet)
-    last, rows = None, list[_ChunkRow]()
+    last, count, rows = None, 0, list[_ChunkRow]()
     with open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
         scope = EVERYTHING if source is None else scope_of(source)
         citations = Citations(kv_store, None if source is None else scope)
-        all_of = ((m, citations.of(m)) for m in kv_store.chunks(start_after=start))
-        for manifest, citation in islice((f for f in all_of if holds(scope, f[1].name)), limit):
-            last = manifest
+        all_of = ((m, citations.all_of(m)) for m in kv_store.chunks(start_after=start))
+        within = ((m, [c for c in places if holds(scope, c.name)]) for m, places in all_of)
+        for manifest, places in islice((found for found in within if found[1]), limit):
+            last, count = manifest, count + 1
             if json:
-                output.json(_record(manifest, citation))
+                output.json(_record(manifest, *places))
             elif quiet:
                 output.text(manifest.id)
             else:
-                rows.append(_ChunkRow.of(manifest, citation))
+                rows += (_ChunkRow.of(manifest, citation) for citation in places)
     if last is None:
         output.note("no chunks are stored" if source is None and after is None else "no more chunks match")
     elif rows:
         _show_rows(rows, output)
-        if len(rows) == limit:
+        if count == limit:
             output.note(f"next page: --after {last.id[:12]}")
 
 
@@ -85,17 +87,16 @@ def show(
         manifest = kv_store.get_chunk(kv_store.resolve(chunk))
         assert manifest is not None
         citation, *others = Citations(kv_store).all_of(manifest)
-    record = _record(manifest, citation)
-    if others:
-        record["also in"] = [f"{other.source}#{other.index}" for other in others]
+    record = _record(manifest, citation, *others)
     if json:
         about = {"omissions": list(citation.omissions), "text": manifest.text, "token_ids": list(manifest.token_ids)}
         output.json({**record, **about})
         return
-    shown = {**record, "lines": citation.place, "headings": " > ".join(citation.locator.headings)}
-    for name, value in shown.items():
+    facts = {**record, "lines": citation.place, "headings": " > ".join(citation.locator.headings)}
+    facts["also_in"] = ", ".join(record["also_in"])
+    for name, value in facts.items():
         if name != "part" and value != "":
-            output.line(f"{'place' if name == 'lines' else name:<14}{value}")
+            output.line(f"{_LABELS.get(name, name):<14}{value}")
     for omission in citation.omissions:
         output.line(f"{'left out':<14}{omission}")
     output.text("\n" + manifest.text)
@@ -193,8 +194,9 @@ def _show_rows(rows: list[_ChunkRow], output: Output) -> None:
     ]
     columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
     output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
-    tokens, size = sum(r.num_tokens for r in rows), format_size(sum(r.num_bytes for r in rows))
-    output.note(f"{counted(len(rows), 'chunk')}, {tokens:,} tokens, {size}")
+    chunks = {row.id: row for row in rows}.values()  # a chunk of several documents has several rows
+    tokens, size = sum(r.num_tokens for r in chunks), format_size(sum(r.num_bytes for r in chunks))
+    output.note(f"{counted(len(chunks), 'chunk')}, {tokens:,} tokens, {size}")
 
 
 def _names(models: dict[str, str]) -> dict[str, str]:
@@ -207,7 +209,7 @@ def _size(m: ChunkManifest) -> str:
     return format_size(m.num_bytes) if m.has_kv else "evicted" if m.evicted else "no KV yet"
 
 
-def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
+def _record(m: ChunkManifest, citation: Citation, *others: Citation) -> dict[str, Any]:
     return {
         "id": m.id, "source": citation.source, "index": citation.index, "span": list(m.span),
         "lines": list(citation.locator.lines) if any(citation.locator.lines) else None, "part": citation.locator.part,
@@ -215,6 +217,7 @@ def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
         "kv": "stored" if m.has_kv else "evicted" if m.evicted else "none",
         "model": m.model_name, "context": m.context, "kv_dtype": m.codec, "layers": m.num_layers,
         "created": datetime.fromtimestamp(m.created).isoformat(timespec="seconds"),
+        "also_in": [f"{other.source}#{other.index}" for other in others],
     }  # fmt: skip
 
 

@@ -66,10 +66,14 @@ def _show(found: SearchResult, output: Output, *, json: bool) -> None:
         source = shown(hit.source)
         if json:
             record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
-            output.json({**record, "snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)})
+            record |= {"snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)}
+            output.json({**record, "also_in": list(map(shown, hit.others))})
         elif output.quiet:
             output.text(hit.id)
         score = "" if hit.beside else f"{hit.score:.{digits}f}"
         rows.append((hit.id[:12], score, f"{source}#{hit.index}", hit.snippet[:90]))
     if not (json or output.quiet):
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))
+        for hit in found.hits:
+            if hit.others:
+                output.note(f"{shown(hit.source)}#{hit.index} is also in {', '.join(map(shown, hit.others))}")

@@ -125,7 +125,10 @@ class PlanStorage:
         self._report.removed += len(self._store.put_documents(renamed(self._store, gone.values(), names), gone))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone.values()):
             self._report.gone += 1
-            what = f"is {shown(names[digest])} now" if digest in names else "is gone: its chunks were removed"
+            what = "is gone: its chunks were removed"
+            if (name := names.get(digest)) is not None:
+                was_copy = any(record.content_digest == digest for record in self._diff.versions(name))
+                what = f"is gone; {shown(name)} has the same text" if was_copy else f"is {shown(name)} now"
             self._on_event(PrecomputeEvent("removed", message=f"{shown(source)} {what}"))
 
     def remove_outdated(self) -> None:

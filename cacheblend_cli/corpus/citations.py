@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from cacheblend_store import (
@@ -17,8 +18,9 @@ from cacheblend_store import (
     StoreReader,
 )
 
+from cacheblend_cli.corpus.documents import FileState, StoredText
 from cacheblend_cli.corpus.layout import bounded, bounded_omissions, shortened
-from cacheblend_cli.corpus.places import is_file, is_stdin, on_disk, shown
+from cacheblend_cli.corpus.places import SENT, is_file, is_stdin, on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
 from cacheblend_cli.types import Scope
 
@@ -27,6 +29,7 @@ TITLE = "title"
 OMISSIONS = "omissions"
 """Key of a document's omissions in its record's settings."""
 FILE_GONE = "file no longer on disk"
+FILE_CHANGED = "changed since it was read: run precompute"
 _MANY = 256  # chunks: after these, read all documents at once
 
 
@@ -39,6 +42,8 @@ class Citation:
     locator: Locator = NOWHERE  # part, lines and headings for a reader
     title: str = ""  # title of a document that was uploaded with one
     omissions: tuple[str, ...] = ()  # parts left out of the document, in words
+    text: StoredText | None = None  # None for a chunk without a document
+    others: tuple[str, ...] = ()  # names of other documents with the chunk
 
     @property
     def source(self) -> str:
@@ -47,17 +52,29 @@ class Citation:
 
     @property
     def place(self) -> str:
-        """Place of the chunk in words: "lines 3-9", with a remark if the file is not on disk now."""
-        is_gone = is_file(self.name) and not is_stdin(self.name) and on_disk(self.name) is None
-        return ", ".join(filter(None, (self.locator.text, FILE_GONE * is_gone)))
+        """Place of the chunk in words: "lines 3-9", with a remark if the file is not on disk or differs now."""
+        return ", ".join(filter(None, (self.locator.text, self._remark)))
+
+    @property
+    def also_in(self) -> tuple[str, ...]:
+        """Names of other documents with the chunk, relative to the current directory."""
+        return tuple(map(shown, self.others))
+
+    @property
+    def _remark(self) -> str:
+        if not is_file(self.name) or is_stdin(self.name):
+            return ""
+        if (path := on_disk(self.name)) is None:
+            return FILE_GONE
+        return FILE_CHANGED * (self.text is not None and self.text.is_outdated(path))
 
 
 class Citations:
     """Look up the documents of a store's chunks.
 
     If several documents share a chunk, documents in the scope (by default the current project) come first, then
-    documents that are still on disk. `damaged` is True after a document record could not be read: its chunks are then
-    cited only by the name in their manifest.
+    documents that are still on disk, then short paths: copies have longer names. `damaged` is True after a document
+    record could not be read: its chunks are then cited only by the name in their manifest.
     """
 
     def __init__(self, store: ChunkStore, scope: Scope | None = None, reader: StoreReader | None = None) -> None:
@@ -65,6 +82,7 @@ class Citations:
         self._store, self._scope = store, scope or project_scope(store)
         self._reader = reader
         self._documents: dict[bytes, DocumentRecord | None] = {}
+        self._files: dict[bytes, FileState | None] = {}  # when they were read; of some documents
         self._places: dict[bytes, list[Citation]] | None = None  # places of all chunks, read after _MANY look-ups
         self._asked, self.damaged = 0, False
 
@@ -76,10 +94,15 @@ class Citations:
         found = self._of(manifest.key) or [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
             return found
-        return sorted(found, key=lambda c: (not holds(self._scope, c.name), on_disk(c.name) is None, c.name))
+        return sorted(
+            found, key=lambda c: (not holds(self._scope, c.name), on_disk(c.name) is None, len(c.name), c.name)
+        )
 
     def of(self, manifest: ChunkManifest) -> Citation:
-        return self.all_of(manifest)[0]
+        """Return the document to cite, with the names of the others in the scope."""
+        first, *rest = self.all_of(manifest)
+        others = [c.name for c in rest if holds(self._scope, c.name) == holds(self._scope, first.name)]
+        return replace(first, others=tuple(name for name in others if not name.startswith(SENT))) if others else first
 
     def _reading(self) -> AbstractContextManager[StoreReader]:
         return self._store.read() if self._reader is None else nullcontext(self._reader)
@@ -95,10 +118,12 @@ class Citations:
                 return self._places.get(key, [])
             with self._reading() as reader:
                 names = list(reader.documents_of(key))
-                self._documents |= {name: reader.document(name) for name in names if name not in self._documents}
+                new = [name for name in names if name not in self._documents]
+                self._documents |= {name: reader.document(name) for name in new}
+                self._files |= {name: FileState.of_summary(s.file) for name in new if (s := reader.summary(name))}
             records = [self._documents[name] for name in names]
             self.damaged |= None in records
-            return _places(records).get(key, [])
+            return _places(records, self._files).get(key, [])
         except StoreError:  # the manifest has a name
             self.damaged = True
             return []
@@ -115,11 +140,14 @@ def omissions_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return bounded_omissions(text for text in found if isinstance(text, str)) if isinstance(found, list) else ()
 
 
-def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[Citation]]:
-    """Map each chunk key to the first place of the chunk in each document."""
+def _places(
+    records: Iterable[DocumentRecord | None], files: Mapping[bytes, FileState | None] = MappingProxyType({})
+) -> dict[bytes, list[Citation]]:
+    """Map each chunk key to the first place of the chunk in each document. files: by key of the document."""
     found: dict[bytes, list[Citation]] = {}
     for record in filter(None, records):
-        about = title_of(record), omissions_of(record.settings)
+        text = StoredText(record.content_digest, record.updated, files.get(record.key))
+        about = title_of(record), omissions_of(record.settings), text
         for chunk in record.chunks:
             places = found.setdefault(chunk.key, [])
             if all(place.name != record.source for place in places):

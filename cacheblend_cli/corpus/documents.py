@@ -36,6 +36,8 @@ from cacheblend_cli.version import __version__
 READ_VERSION = 5
 """Increase this when the same file gives a different text or other omissions: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
+_COMPARED = 1 << 20
+"""Bytes of a file that is compared with its stored text only because it was touched."""
 _LIBRARIES = ("selectolax", "pypdfium2", "python-calamine", "defusedxml")
 
 
@@ -74,6 +76,34 @@ class FileState:
         """
         is_same = self == replace(now, read_ns=self.read_ns)
         return is_same and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StoredText:
+    """Text of a document when it was stored."""
+
+    digest: str  # see `Document.digest`
+    updated: float  # seconds since the epoch
+    file: FileState | None = None  # when it was read, if known
+
+    def is_outdated(self, path: str) -> bool:
+        """Return whether the file differs now, by size and modification time. Plain text is compared, too."""
+        now = FileState.of(path)
+        if now is None:
+            return False
+        if self.file is None:
+            is_same = now.mtime_ns <= self.updated * 1e9
+        else:
+            is_same = (now.size, now.mtime_ns) == (self.file.size, self.file.mtime_ns)
+        if is_same:
+            return False
+        convert = converter_of(os.path.basename(path)) or from_plain
+        if convert not in PLAIN or now.size > _COMPARED:
+            return True
+        try:
+            return Document("", _ended(convert(_bytes(Path(path)))).text).digest != self.digest
+        except NoDocument:
+            return True
 
 
 def reader_of(name: str) -> str:

@@ -110,6 +110,7 @@ class SearchHit:
     snippet: str  # text around the match, on one line
     match: float = 0.0  # quality from 0 to 1: coverage for a search by words, else the score
     beside: bool = False  # not found itself, but next to a hit; it has that hit's score
+    others: tuple[str, ...] = ()  # names of other documents with the chunk
 
     @property
     def id(self) -> str:
@@ -207,7 +208,11 @@ def _search(db: sqlite3.Connection, query: str, lookup: Lookup, collections: Seq
         num_more = sum(matches[row.id] >= least and row.score >= lookup.min_score for row in beyond)
     if lookup.cut and meaning:
         rows = [row for row in rows if row.score >= rows[0].score - MAX_DROP]
-    hits = [_hit(row, _snippet(db, row, words.terms if words else (), asked), matches[row.id]) for row in rows]
+    hits = []
+    for row in rows:
+        hit = _hit(row, _snippet(db, row, words.terms if words else (), asked), matches[row.id])
+        others = {alike.source for alike in counted.alike(row)} - {row.source}
+        hits.append(replace(hit, others=tuple(sorted(others))))
     hits += _beside(db, rows, lookup.expand)
     return SearchResult(hits, lookup.by, num_found - len(rows), damaged, num_repeated, evidence, num_more)
 
@@ -273,11 +278,15 @@ class _Counted:
     def of(self, rows: Iterable[Row]) -> Iterator[Row]:
         seen = set[tuple[str, int]]()  # places of the passages so far
         for row in filter(self._counts, rows):
-            alike = [Row(*found) for found in self._db.execute(f"{PLACES} WHERE key = ?", (row.key,))]
-            places = {(r.source, r.position) for r in alike if self._counts(r)}
+            places = {(alike.source, alike.position) for alike in self.alike(row)}
             if seen.isdisjoint(places):
                 yield row
             seen |= places
+
+    def alike(self, row: Row) -> list[Row]:
+        """Return all places of the row's chunk."""
+        rows = (Row(*found) for found in self._db.execute(f"{PLACES} WHERE key = ?", (row.key,)))
+        return list(filter(self._counts, rows))
 
     def _counts(self, row: Row) -> bool:
         if row.source not in self._known:

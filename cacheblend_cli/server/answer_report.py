@@ -30,7 +30,7 @@ class AnswerReport:
         chunks: list[dict[str, Any]] = [
             {
                 "id": c.id, "document": origin.document, "title": origin.title, "tokens": c.tokens, "status": c.status,
-                "recomputed": c.recomputed, "place": c.place, "rank": c.rank,
+                "recomputed": c.recomputed, "place": c.place, "rank": c.rank, "also_in": origin.also_in,
             }
             for c, origin in zip(answer.chunks, prepared.origins, strict=True)
         ]  # fmt: skip

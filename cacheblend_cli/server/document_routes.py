@@ -318,6 +318,7 @@ def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[s
                 "document": public_id(hit.source),
                 "title": next((c.title for c in cited if c.title), public_title(hit.source)),
                 "place": next((c.place for c in cited), ""),
+                "also_in": list(map(public_id, hit.others)),
                 "index": hit.index,
                 "score": round(hit.score, 4),
                 "snippet": hit.snippet,

@@ -91,6 +91,7 @@ class Origin:
     document: str
     title: str
     in_message: bool = False  # a passage that was extracted from a message
+    also_in: tuple[str, ...] = ()  # ids of other documents with the chunk
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,8 @@ def _may_read(state: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bo
 
 
 def _origin(cited: Citation) -> Origin:
-    return Origin(public_id(cited.name), cited.title or public_title(cited.name))
+    also_in = tuple(map(public_id, cited.others))
+    return Origin(public_id(cited.name), cited.title or public_title(cited.name), also_in=also_in)
 
 
 def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

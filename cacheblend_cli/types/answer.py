@@ -42,6 +42,7 @@ class ChunkUse:
     place: str = ""  # page, slide or lines in the source; "" if unknown
     headings: tuple[str, ...] = ()  # title and headings above the chunk, outermost first
     rank: int | None = None  # among the chunks that were found, from 1; None for a named chunk
+    also_in: tuple[str, ...] = ()  # other documents with the same text
     attention: float | None = None  # share of the answer's attention to all chunks, 0 to 1; None if not measured
 
 

@@ -172,6 +172,13 @@ class StoreReader:
                 self.pages.check_extent(node)
                 yield decode_summary(node.key, self.pages.value(node))
 
+    def summary(self, document: bytes) -> DocumentSummary | None:
+        """Return the summary of a document record, or None if it is missing, damaged or invalid."""
+        if stamped(self.get) != self.pages.meta.txnid:
+            return None
+        key = SUMMARY_KEYS + document
+        return records.undamaged(decode_summary, key, self.get("meta", key))
+
     def is_sound(self, database: str, key: bytes) -> bool:
         """Return whether a record exists and matches its digest. The record is not decoded."""
         with suppress(StoreError):

@@ -185,9 +185,40 @@ def test_a_document_that_two_projects_share_is_cited_by_its_own_name_in_each(cli
         os.chdir(tmp_path / name)
         assert listed(cli) == found(cli) == cited(cli) == {f"docs/{name}.md"}
     [chunk] = cli("chunks", "ls", "--json").records
-    assert cli("chunks", "show", chunk["id"], "--json").records[0]["also in"] == ["../one/docs/one.md#0"]
+    assert chunk["also_in"] == ["../one/docs/one.md#0"]
+    assert cli("chunks", "show", chunk["id"], "--json").records[0]["also_in"] == ["../one/docs/one.md#0"]
     assert cli("chunks", "rm", "--source", "docs/two.md").code == 0
     assert listed(cli) == {"../one/docs/one.md"}
+
+
+def test_a_text_in_two_files_is_shown_with_both_names(cli: Cli, tmp_path: Path) -> None:
+    own, copy = "docs/billing.md", "docs/billing copy.md"
+    write(tmp_path / own, MARA)
+    write(tmp_path / copy, MARA)
+    cli("precompute", "docs")
+    [chunk] = cli("chunks", "ls", "--json").records
+    assert (chunk["source"], chunk["also_in"]) == (own, [f"{copy}#0"])
+    assert cli("chunks", "ls", "-q").out.split() == [chunk["id"]]
+    for arguments in ((), ("--limit", "1")):
+        table = cli("chunks", "ls", *arguments)
+        assert [f"{name}#0" in table.out for name in (own, copy)] == [True, True]
+        assert "1 chunk, " in table.err
+    one = cli("chunks", "ls", "--source", copy)
+    assert copy in one.out
+    assert own not in one.out
+    assert copy in cli("chunks", "show", chunk["id"]).out
+    [hit] = cli("search", "billing lead", "--json").records
+    assert {hit["source"], *hit["also_in"]} == {own, copy}
+    found = cli("search", "billing lead")
+    assert all(name in found.out + found.err for name in (own, copy))
+    asked = ("ask", "billing lead?", "--max-tokens", "2", "--local")
+    [used] = cli(*asked, "--json").records[0]["chunks"]
+    assert (used["source"], used["also_in"]) == (own, [copy])
+    [line] = [line for line in cli(*asked).err.splitlines() if line.startswith(("source", "nearest"))]
+    assert copy in line
+    (tmp_path / copy).unlink()
+    assert f"{copy} is gone; {own} has the same text" in cli("precompute").err
+    assert cli("chunks", "ls", "--json").records[0]["also_in"] == []
 
 
 def test_a_changed_document_leaves_nothing_of_its_old_text_in_another_codec(cli: Cli, tmp_path: Path) -> None:

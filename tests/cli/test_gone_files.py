@@ -16,7 +16,7 @@ import pytest
 from projects import listed, write
 
 from cacheblend_cli.cli.main import run
-from cacheblend_cli.corpus.citations import FILE_GONE, Citation
+from cacheblend_cli.corpus.citations import FILE_CHANGED, FILE_GONE, Citation
 from cacheblend_cli.corpus.places import on_disk
 
 Cli = Callable[..., Any]
@@ -173,3 +173,68 @@ def test_documents_that_never_were_files_do_not_count_as_deleted() -> None:
     for name in ("(put)/me/a", "(sent)/me/b", "/nowhere//-"):
         assert Citation(name, 0).place == ""
     assert Citation("/nowhere/a.md", 0).place == FILE_GONE
+
+
+def older(file: Path) -> None:
+    """Give a file an earlier time than when it was read, as a copy from elsewhere has."""
+    os.utime(file, ns=(1, 1))
+
+
+def edited(file: Path) -> None:
+    file.write_text(file.read_text() + "\nand more\n")
+
+
+def edited_earlier(file: Path) -> None:
+    edited(file)
+    older(file)
+
+
+def replaced_by_one_of_the_same_size(file: Path) -> None:
+    file.write_text(file.read_text().swapcase())
+
+
+def emptied(file: Path) -> None:
+    file.write_text("")
+
+
+WITHOUT_KV = ("--max-size", "20KB")
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "marked"),
+    [
+        (edited, (), True),
+        (edited, WITHOUT_KV, True),
+        (edited_earlier, (), True),
+        (replaced_by_one_of_the_same_size, (), True),
+        (emptied, (), True),
+        (Path.touch, (), False),
+        (Path.touch, WITHOUT_KV, False),
+        (older, (), False),
+    ],
+)
+def test_a_citation_of_a_file_that_has_changed_says_so(
+    cli: Cli, docs: Path, change: Callable, flags: tuple[str, ...], marked: bool
+) -> None:
+    cli("precompute", "docs", *flags)
+    change(docs / "alpha.md")
+    asked = ("ask", "alpha beta?", "-k", "20", "--max-tokens", "2", "--local")
+    places = {chunk["source"]: chunk["place"] for chunk in cli(*asked, "--json").records[0]["chunks"]}
+    assert (FILE_CHANGED in places["docs/alpha.md"]) == marked
+    assert FILE_CHANGED not in places["docs/beta.md"]
+    [shown] = cli("chunks", "ls", "--source", "docs/alpha.md", "--limit", "1", "-q").out.split()
+    assert (FILE_CHANGED in cli("chunks", "show", shown).out) == marked
+    if change is not emptied:
+        cli("precompute", "docs")
+        assert FILE_CHANGED not in cli(*asked, "-v").err
+
+
+def test_a_file_that_is_converted_is_marked_by_its_time(cli: Cli, docs: Path) -> None:
+    page = write(docs / "page.html", "<p>alpha works in Bergen</p>")
+    cli("precompute", "docs")
+    [chunk] = cli("chunks", "ls", "--source", "docs/page.html", "-q").out.split()
+    assert FILE_CHANGED not in cli("chunks", "show", chunk).out
+    older(page)
+    assert FILE_CHANGED in cli("chunks", "show", chunk).out
+    cli("precompute", "docs")
+    assert FILE_CHANGED not in cli("chunks", "show", chunk).out

@@ -197,11 +197,16 @@ def test_the_page_opens_a_linked_passage(server: Any, tmp_path: Path) -> None:
 def test_a_server_shows_no_path_of_a_file(server: Any, tmp_path: Path) -> None:
     folder = tmp_path / "private"
     folder.mkdir()
-    (folder / "team.md").write_text("Mara leads billing in Bergen and keeps a parrot.\n")
+    for name in ("team.md", "team copy.md"):
+        (folder / name).write_text("Mara leads billing in Bergen and keeps a parrot.\n")
     server.state.engine.precompute(server.state.store, [str(folder)], PrecomputeOptions(), lambda event: None)
     reply = server.ask(search={"query": "parrot"})
     [annotation] = reply.json()["choices"][0]["message"]["annotations"]
     assert annotation["url_citation"]["title"] == "team.md, line 1"
     passage = read(server, annotation["url_citation"]["url"].rpartition("/")[2])
     assert passage.json()["title"] == "team.md"
+    [hit] = server.client.post("/v1/search", json={"query": "parrot"}).json()["data"]
+    [used] = reply.json()["blend"]["chunks"]
+    ids = {document["id"] for document in server.client.get("/v1/documents").json()["data"]}
+    assert {hit["document"], *hit["also_in"]} == {used["document"], *used["also_in"]} == ids
     assert "private" not in reply.text + passage.text

@@ -110,6 +110,7 @@ def _chunk_uses(done: PrefillReport, positions: list[int]) -> list[ChunkUse]:
                 place=chunk.citation.place,
                 headings=chunk.citation.locator.headings,
                 rank=chunk.rank,
+                also_in=chunk.citation.also_in,
             )
         )
     return uses
