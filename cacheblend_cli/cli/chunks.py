@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, deleting, options, tier, upkeep
+from cacheblend_cli.cli.folders import first_of
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size
@@ -150,9 +151,9 @@ def rm(
     of = f" of {counted(count, 'document')}" if (count := len({d.source for d in found})) else ""
     output.note(f"removed {counted(len(ids), 'chunk')}{of}")
     if roots:
-        output.note(f"precompute without a path does not update {', '.join(map(shown, roots))} any more")
+        output.note(f"precompute without a path does not update {first_of(list(roots))} any more")
     if above := {path for d in found for path in with_parents(d.source) if path in left}:
-        output.note(f"{', '.join(map(shown, sorted(above)))}: the next precompute computes what is there again")
+        output.note(f"{first_of(sorted(above))}: the next precompute computes what is there again")
     deleting.note_free(output, free)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.settings import Settings
 
 _WARNED = 10
-_NAMED = 3  # omissions to name without --verbose, and unreadable documents
+_NAMED = 3  # omissions to name without --verbose, and documents in an error
 _HINTS = {
     "links out of the folder": "name them, or --follow",
     "linked folders": "name them, or --follow",
@@ -122,22 +122,29 @@ def not_read(missing: Sequence[str], report: PrecomputeReport, *, verbose: bool,
     missing: remembered folders that do not exist. watch: stay silent if there is something to watch.
     """
     emptied, named = report.emptied, [file for file in report.skipped if file.named]
-    lost, unread = ([], []) if watch and report.documents else (dict.fromkeys((*emptied, *missing)), report.unread)
+    lost, unread = ([], []) if watch and report.documents else ([*dict.fromkeys((*emptied, *missing))], report.unread)
     if lost:
-        first = shlex.quote(shown(next(iter(lost))))
+        first = shlex.quote(shown(lost[0]))
         command = f"precompute {first}" if emptied else f"chunks rm --source {first}"
-        what = f"no stored document of {', '.join(map(shown, lost))} was found: nothing of it was stored or removed"
+        what = f"no stored document of {first_of(lost)} was found: nothing of it was stored or removed"
         return NotFoundError(what, f"is a drive not mounted? if not: cacheblend {command} --yes")
     if unread:
-        some = ", ".join(shown(file.source) for file in unread[:_NAMED]) + ", ..." * (len(unread) > _NAMED)
-        what = f"{counted(len(unread), 'document')} could not be read, and earlier versions stay stored: {some}"
-        first = shlex.quote(shown(unread[0].source))
-        return UsageError(what, f"to remove one: cacheblend chunks rm --source {first}")
+        names = [file.source for file in unread]
+        what = (
+            f"{counted(len(names), 'document')} could not be read, and earlier versions stay stored: {first_of(names)}"
+        )
+        return UsageError(what, f"to remove one: cacheblend chunks rm --source {shlex.quote(shown(names[0]))}")
     if named:
         return not_stored(named)
     if report.documents or report.gone:
         return None
     return no_document(report.skipped, verbose=verbose)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Name the first documents or folders, and count the others."""
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(map(shown, names[:_NAMED])) + more
 
 
 def not_stored(files: Sequence[Skipped]) -> UsageError:

@@ -16,7 +16,7 @@ from cacheblend_cli.collect.document_records import StoredDocument, gone_documen
 from cacheblend_cli.collect.settings import CollectSettings, DocumentRoot, SourceSettings
 from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, Skipped, read_documents
 from cacheblend_cli.corpus.ocr import check_ocr
-from cacheblend_cli.corpus.places import is_below, is_within, linked_from, place_of, with_parents
+from cacheblend_cli.corpus.places import is_below, is_stdin, is_within, linked_from, place_of, with_parents
 from cacheblend_cli.corpus.walk import Selection
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import CollectionRecord, kept_records
@@ -75,12 +75,13 @@ class CorpusDiff:
         The folders are those that the store remembers, and given ones without any document. records: all documents in
         the store.
         """
-        links = self.source_settings.links
+        remembered = self.source_settings.links
+        links = {root: linked for root, linked in remembered.items() if linked}
         lost, alive = dict[str, set[str]](), set[str]()
         for key, record in records.items():
             above, name = list(with_parents(record.source))[1:], record.source
             if key not in self.gone:
-                alive.update(above)
+                alive.update(() if is_stdin(name) else above)
             elif record.content_digest not in self.names:
                 for root in (*above, *(root for root, linked in links.items() if name in linked)):
                     lost.setdefault(root, set()).add(name)
@@ -90,7 +91,7 @@ class CorpusDiff:
             if (file.source in names or file.digest in moved) and file.source != file.root:
                 alive.update((file.root, *with_parents(file.source)))
         without = self.paths.keys() - {file.root for file in self.documents}
-        emptied = (lost.keys() & (without | set(self.source_settings.paths))) - alive
+        emptied = (lost.keys() & (without | remembered.keys())) - alive
         return {root: lost[root] for root in sorted(emptied) if not any(is_below(root, other) for other in emptied)}
 
     def without(self, folder: str, names: Names[str]) -> CorpusDiff:

@@ -108,8 +108,8 @@ class SourceSettings:
 
     @property
     def links(self) -> dict[str, frozenset[str]]:
-        """Map paths that were given for this model to the documents elsewhere that links below them led to."""
-        return {r.path: r.linked for r in self._own if r.linked}
+        """Map paths that were given, for any model, to the documents elsewhere that links below them led to."""
+        return {r.path: r.linked for r in (*self._others, *self._own)}
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """Return the nearest root at or above a document or root."""

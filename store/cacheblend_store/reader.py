@@ -174,10 +174,12 @@ class StoreReader:
 
     def summary(self, document: bytes) -> DocumentSummary | None:
         """Return the summary of a document record, or None if it is missing, damaged or invalid."""
-        if stamped(self.get) != self.pages.meta.txnid:
-            return None
         key = SUMMARY_KEYS + document
-        return records.undamaged(decode_summary, key, self.get("meta", key))
+        with suppress(StoreError):
+            value = self.get("meta", key)
+            if value is not None and stamped(self.get) == self.pages.meta.txnid:
+                return decode_summary(key, value)
+        return None
 
     def is_sound(self, database: str, key: bytes) -> bool:
         """Return whether a record exists and matches its digest. The record is not decoded."""
