@@ -18,10 +18,10 @@ from cacheblend_store import (
     StoreReader,
 )
 
-from cacheblend_cli.corpus.documents import FileState, StoredText
 from cacheblend_cli.corpus.layout import bounded, bounded_omissions, shortened
 from cacheblend_cli.corpus.places import SENT, is_file, is_stdin, on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
+from cacheblend_cli.corpus.stored_text import StoredText
 from cacheblend_cli.types import Scope
 
 TITLE = "title"
@@ -82,7 +82,7 @@ class Citations:
         self._store, self._scope = store, scope or project_scope(store)
         self._reader = reader
         self._documents: dict[bytes, DocumentRecord | None] = {}
-        self._files: dict[bytes, FileState | None] = {}  # when they were read; of some documents
+        self._files: dict[bytes, Mapping[str, Any]] = {}  # states of files when they were read, if known
         self._places: dict[bytes, list[Citation]] | None = None  # places of all chunks, read after _MANY look-ups
         self._asked, self.damaged = 0, False
 
@@ -120,7 +120,7 @@ class Citations:
                 names = list(reader.documents_of(key))
                 new = [name for name in names if name not in self._documents]
                 self._documents |= {name: reader.document(name) for name in new}
-                self._files |= {name: FileState.of_summary(s.file) for name in new if (s := reader.summary(name))}
+                self._files |= {name: summary.file for name in new if (summary := reader.summary(name))}
             records = [self._documents[name] for name in names]
             self.damaged |= None in records
             return _places(records, self._files).get(key, [])
@@ -141,12 +141,12 @@ def omissions_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _places(
-    records: Iterable[DocumentRecord | None], files: Mapping[bytes, FileState | None] = MappingProxyType({})
+    records: Iterable[DocumentRecord | None], files: Mapping[bytes, Mapping[str, Any]] = MappingProxyType({})
 ) -> dict[bytes, list[Citation]]:
     """Map each chunk key to the first place of the chunk in each document. files: by key of the document."""
     found: dict[bytes, list[Citation]] = {}
     for record in filter(None, records):
-        text = StoredText(record.content_digest, record.updated, files.get(record.key))
+        text = StoredText(record.content_digest, record.updated, files.get(record.key, {}))
         about = title_of(record), omissions_of(record.settings), text
         for chunk in record.chunks:
             places = found.setdefault(chunk.key, [])

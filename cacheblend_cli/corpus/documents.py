@@ -78,34 +78,6 @@ class FileState:
         return is_same and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
 
 
-@dataclass(frozen=True, slots=True)
-class StoredText:
-    """Text of a document when it was stored."""
-
-    digest: str  # see `Document.digest`
-    updated: float  # seconds since the epoch
-    file: FileState | None = None  # when it was read, if known
-
-    def is_outdated(self, path: str) -> bool:
-        """Return whether the file differs now, by size and modification time. Plain text is compared, too."""
-        now = FileState.of(path)
-        if now is None:
-            return False
-        if self.file is None:
-            is_same = now.mtime_ns <= self.updated * 1e9
-        else:
-            is_same = (now.size, now.mtime_ns) == (self.file.size, self.file.mtime_ns)
-        if is_same:
-            return False
-        convert = converter_of(os.path.basename(path)) or from_plain
-        if convert not in PLAIN or now.size > _COMPARED:
-            return True
-        try:
-            return Document("", _ended(convert(_bytes(Path(path)))).text).digest != self.digest
-        except NoDocument:
-            return True
-
-
 def reader_of(name: str) -> str:
     """Return the converter for a file name, with versions of this package, Python and parser libraries."""
     return _reader(converter_of(name) or from_plain)
@@ -308,6 +280,15 @@ def read_documents(
             yield Document(source, converted.text, root, converted.layout, str(file), state, found.ocr)
         except NoDocument as no:
             yield found.skipped(no)
+
+
+def plain_digest(path: str) -> str | None:
+    """Return the digest of a document of plain text; None for other kinds of files, and for long or unreadable ones."""
+    convert = converter_of(os.path.basename(path)) or from_plain
+    with suppress(NoDocument, OSError):
+        if convert in PLAIN and os.stat(path).st_size <= _COMPARED:
+            return Document("", _ended(convert(_bytes(Path(path)))).text).digest
+    return None
 
 
 def check_paths(paths: Sequence[str]) -> None:
