@@ -113,6 +113,7 @@ def yes_or_no(question: str, output: Output, unasked: UsageError | None) -> bool
         if unasked is None:
             return False
         raise unasked
+    output.end_status()
     output.err.write(f"{question} [y/N] ")
     output.err.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
