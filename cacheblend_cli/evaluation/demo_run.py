@@ -20,28 +20,23 @@ from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
-BLENDED_LESS = f"blended, {BlendParams.ratio:g}"
-"""Blending at the default ratio, if the model needs another."""
-SMOLLM2_RATIO = 0.5
-"""Ratio that `models check smollm2 --ratio-only` chooses over the pages of SEED; for a machine without a profile."""
 ANSWER_TOKENS = 24
 _HANDBOOK_DOCUMENTS = 3  # a prompt
 
 
 @dataclass(frozen=True)
 class DemoCase:
-    """Model, documents by name, and questions of a demo. ratio: for a model without a profile."""
+    """Model, documents by name, and questions of a demo."""
 
     model: str
     documents: Mapping[str, str]
     questions: Sequence[DemoQuestion]
     chunk_tokens: int = 512
-    ratio: float = BlendParams().ratio
 
 
 def demo_case(seed: int = SEED) -> DemoCase:
     """Return records for SmolLM2 if it is installed, else the handbook for the bundled model. seed: of the records."""
-    return _handbook_case() if smollm2_file() is None else DemoCase(SMOLLM2, *record_pages(seed), ratio=SMOLLM2_RATIO)
+    return _handbook_case() if smollm2_file() is None else DemoCase(SMOLLM2, *record_pages(seed))
 
 
 def _handbook_case() -> DemoCase:
@@ -87,19 +82,20 @@ def _has(text: str, words: str) -> bool:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """A setting over all questions. same: answers equal to full prefill's, token for token. ttft_s: median time to the
-    first token."""
+    """A setting over all questions. kept: correct answers to the questions that full prefill answers correctly. same:
+    answers equal to full prefill's, token for token. ttft_s: median time to the first token."""
 
     setting: str
     questions: int
     correct: int
+    kept: int
     same: int
     recompute_fraction: float
     ttft_s: float
 
 
 class Demo:
-    """A case and the store with its documents. ratio_from: see engine/profile.py; "" for the case's ratio."""
+    """A case and the store with its documents. ratio_from: see engine/profile.py; "" for the default."""
 
     def __init__(self, engine: Engine, store: ChunkStore, case: DemoCase) -> None:
         self._engine, self._store, self._case = engine, store, case
@@ -107,10 +103,8 @@ class Demo:
         blended, source = engine.own_blend(BlendParams())
         self.ratio_from = source if source.startswith("model: ") else ""
         if not self.ratio_from:
-            blended = BlendParams(ratio=case.ratio)
+            blended = BlendParams()
         self.settings = {FULL: BlendParams(mode="full"), REUSE: BlendParams(mode="reuse"), BLENDED: blended}
-        if blended.ratio > BlendParams.ratio:
-            self.settings[BLENDED_LESS] = BlendParams()
 
     def precompute_alone(self) -> PrecomputeReport:
         """Write the documents into a folder beside the store, and store the KV of each of their chunks, computed
@@ -142,6 +136,7 @@ def summarise(results: Sequence[Compared]) -> list[DemoRow]:
             setting,
             len(results),
             sum(result.is_right(setting) for result in results),
+            sum(result.is_right(setting) and result.is_right(FULL) for result in results),
             sum(result.is_same(setting) for result in results),
             sum(result.answers[setting].recompute_fraction for result in results) / len(results),
             median(result.answers[setting].timing.ttft_s for result in results),

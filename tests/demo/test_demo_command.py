@@ -15,7 +15,7 @@ from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.demo.records import record_pages
 from cacheblend_cli.evaluation import demo_run
-from cacheblend_cli.evaluation.demo_run import BLENDED, BLENDED_LESS, FULL, REUSE
+from cacheblend_cli.evaluation.demo_run import BLENDED, FULL, REUSE
 from cacheblend_cli.model import named
 from cacheblend_cli.types import BlendParams
 
@@ -41,13 +41,13 @@ def test_with_the_bundled_model_repair_mends_what_reuse_gets_wrong(
     out, err = demo("--questions", "10")
     assert named.INSTALL in err
     rows = {line[:12].strip(): line[12:].split() for line in out.splitlines() if "/10" in line}
-    correct = {name: int(cells[0].partition("/")[0]) for name, cells in rows.items()}
+    correct = {name: int(cells[2].partition("/")[0]) for name, cells in rows.items()}
     assert list(correct) == [FULL, REUSE, BLENDED]
     assert correct[FULL] >= 9
     assert correct[REUSE] < correct[BLENDED] <= correct[FULL]
     assert 1 <= out.count("\n> ") <= 2
     assert "blended: at ratio 0.15, the default" in out
-    assert all(cells[-2:][1] == "s" for cells in rows.values()), "the time to the first token"
+    assert all(cells[1] == "s" for cells in rows.values()), "the time to the first token"
     for case in out.split("\n> ")[1:]:
         assert f"  {REUSE:<13} WRONG" in case
         assert f"  {BLENDED:<13} right" in case
@@ -67,13 +67,13 @@ def test_all_settings_answer_the_same_prompts(
     monkeypatch.setattr(demo_run, "ANSWER_TOKENS", 6)
     out, _ = demo("--json", "--questions", "1")
     records = [json.loads(line) for line in out.splitlines()]
-    answers, rows = records[:4], {row["setting"]: row for row in records[4:]}
-    assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED, BLENDED_LESS]
+    answers, rows = records[:3], {row["setting"]: row for row in records[3:]}
+    assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED]
     assert {a["prompt_tokens"] for a in answers} == {answers[0]["prompt_tokens"]}
     assert [chunk["source"] for chunk in answers[0]["chunks"]] == [chunk["source"] for chunk in answers[2]["chunks"]]
     assert len(answers[0]["chunks"]) == 4
-    assert all(chunk["tokens"] > 180 for chunk in answers[0]["chunks"]), "chunks of a length that users have"
-    assert [a["ratio"] for a in answers[2:]] == [demo_run.SMOLLM2_RATIO, BlendParams.ratio]
+    assert answers[0]["prompt_tokens"] > 1500, "a length that users have"
+    assert answers[2]["ratio"] == BlendParams.ratio
     assert answers[0]["same"]
     assert [row["same"] for row in rows.values()] == [a["same"] for a in answers]
     assert [row["ttft_s"] for row in rows.values()] == pytest.approx([a["timing"]["ttft_s"] for a in answers], abs=1e-5)
@@ -93,7 +93,7 @@ def test_the_ratio_of_the_models_profile_is_used(
 
 def test_every_question_is_answered_by_one_page_of_its_prompt() -> None:
     every, questions = record_pages(0)
-    assert len(questions) == 18
+    assert len(questions) == 12
     for question in questions:
         prompt = question.documents[0].partition("-")[0]
         assert sorted(question.documents) == [name for name in every if name.startswith(f"{prompt}-")]
