@@ -84,7 +84,9 @@ def demo(
     output.text(_ratio_line(run))
     _show_repaired([r for r in results if r.is_repaired], output)
     if case.model == SMOLLM2:
-        output.text("\nLarger models save more: cacheblend bench. The ratio that yours needs: cacheblend models check MODEL --ratio-only")
+        output.text(
+            "\nLarger models save more: cacheblend bench. The ratio that yours needs: cacheblend models check MODEL --ratio-only"
+        )
     else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
     output.text("\nNow try it on eight example pages, or on your own documents:\n")

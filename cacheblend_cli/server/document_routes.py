@@ -22,7 +22,7 @@ from cacheblend_cli.corpus.documents import Document, convert_bytes
 from cacheblend_cli.corpus.layout import bounded, shortened
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.scopes import ROOTS
-from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.corpus.search import WEAK, Lookup, more_note, search
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.bodies import PutBody, SearchBody, parse
@@ -303,16 +303,17 @@ def _document_fields(record: DocumentRecord) -> dict[str, Any]:
 
 async def search_chunks(request: Request, state: ServerState) -> Response:
     body, tenant = parse(SearchBody, await json_body(request)), tenant_of(request)
-    return await _read_reply(request, state, lambda: {"object": "list", "data": _search(state, body, tenant)})
+    return await _read_reply(request, state, lambda: {"object": "list", **_search(state, body, tenant)})
 
 
-def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[str, Any]]:
-    found, citations = [], Citations(state.store)
+def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> dict[str, Any]:
+    data, citations = [], Citations(state.store)
     lookup = Lookup.with_weights(SearchParams.of(replace(state.settings, top_k=body.k)))
-    for hit in search(state.store, body.query, lookup, state.engine.usable(state.store, tenant.salt)).hits:
+    found = search(state.store, body.query, lookup, state.engine.usable(state.store, tenant.salt))
+    for hit in found.hits:
         manifest = state.store.undamaged(hit.key)
         cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
-        found.append(
+        data.append(
             {
                 "id": hit.id,
                 "document": public_id(hit.source),
@@ -325,4 +326,5 @@ def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[s
                 "text": manifest.text if manifest else "",
             }
         )
-    return found
+    more = more_note(found.num_more, body.k) if found.num_more else ""
+    return {"data": data, "notes": list(filter(None, (more, WEAK if found.weak else "")))}

@@ -124,9 +124,11 @@ class Tools:
         self._api = api
 
     async def search(self, query: Annotated[str, Field(min_length=1)], k: Hits = 5) -> dict[str, Any]:
-        """Find passages in the stored documents, best first. place: page or lines. score: higher is better."""
-        found = (await self._call("POST", "/v1/search", {"query": query, "k": k}))["data"]
-        return {"passages": [{**_reference(hit), "score": hit["score"], "text": hit["text"]} for hit in found]}
+        """Find passages in the stored documents, best first. place: page or lines. score: higher is better. notes:
+        whether even the best passage matches weakly."""
+        found = await self._call("POST", "/v1/search", {"query": query, "k": k})
+        passages = [{**_reference(hit), "score": hit["score"], "text": hit["text"]} for hit in found["data"]]
+        return {"passages": passages, "notes": found["notes"]}
 
     async def ask(
         self,

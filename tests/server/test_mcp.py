@@ -84,6 +84,9 @@ async def every_tool(client: Any) -> None:
     assert (passage["document"], passage["title"]) == ("pets/Jonas ü", "Pets")
     assert PARROT in passage["text"]
     assert passage["place"]
+    weak = await client.call_tool("search", {"query": "which zebra painted the ceiling before Jonas arrived"})
+    assert weak.structured_content["passages"]
+    assert "weak" in " ".join(weak.structured_content["notes"])
 
     asked = await client.call_tool("ask", {"question": "who keeps a parrot?", "k": 1, "max_tokens": 3})
     assert not asked.is_error
