@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli import user_cache
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, result_of
 from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
@@ -134,14 +133,15 @@ class AskSession:
     def note_model(self) -> None:
         """Say once, on a terminal, which model was used without a setting."""
         if note := options.model_note(self._resolved):
-            self._hint(note, note)
+            options.hint(self._output, note, note)
 
     def suggest_check(self, answer: Answer) -> None:
         """Suggest once for each model, on a terminal, to measure the ratio that was used by default."""
         inexact = answer.cached_tokens > answer.exact_tokens
         if answer.mode == "blend" and inexact and answer.ratio_from == f"default: {NEVER_CHECKED}":
             name = self._resolved.settings.model or default_model()
-            self._hint(
+            options.hint(
+                self._output,
                 f"ratio of {name}",
                 f"recomputing {answer.ratio:.0%} is the default, not measured for this model: `cacheblend models check {name} --ratio-only` "
                 "finds the smallest share that keeps answers on your documents close to a full prefill's",
@@ -151,18 +151,12 @@ class AskSession:
         """Suggest once, on a terminal, to keep a large model loaded."""
         if self._local_engine is not None and self._local_engine.model_bytes >= _LARGE:
             missing = _missing_extra()
-            self._hint(
+            options.hint(
+                self._output,
                 "background",
                 "torch and the model were loaded for this answer; `cacheblend serve --background` keeps them loaded for the next ones, "
                 f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}",
             )
-
-    def _hint(self, name: str, text: str) -> None:
-        """Show a message unless this user has seen it. It counts as seen only on a terminal."""
-        place = user_cache.place("hints", name)
-        if self._output.err_tty and not self._output.quiet and not user_cache.recall(place):
-            user_cache.keep(place, "shown\n")
-            self._output.note(text)
 
     def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:
         """Return the answer with all chunks of the document cited as STDIN, even if the store has them from another

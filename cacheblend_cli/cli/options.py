@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin,
 
 from typer import Option
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.help import PANELS
@@ -238,9 +239,20 @@ def model_note(resolved: Resolved) -> str:
 
 
 def note_model(resolved: Resolved, output: Output, *, json: bool) -> None:
-    """Say which model was chosen without a setting."""
-    if (note := model_note(resolved)) and not json:
+    """Say which model was chosen without a setting; that of the store once, on a terminal."""
+    note = "" if json else model_note(resolved)
+    if resolved.settings.model and note:
+        hint(output, note, note)
+    elif note:
         output.note(note)
+
+
+def hint(output: Output, name: str, text: str) -> None:
+    """Show a message on a terminal, unless this user has seen it."""
+    place = user_cache.place("hints", name)
+    if output.err_tty and not output.quiet and not user_cache.recall(place):
+        user_cache.keep(place, "shown\n")
+        output.note(text)
 
 
 def _exit_on_lost_rank(output: Output, engine: Engine, error: CacheBlendError) -> NoReturn:
