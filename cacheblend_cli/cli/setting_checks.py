@@ -94,10 +94,12 @@ def _check_languages(settings: Settings) -> None:
 
 
 def _check_tier(settings: Settings) -> None:
-    from cacheblend_store.tier.object_stores import check_url
-
     if settings.tier:
-        check_url(settings.tier)
+        from cacheblend_store.tier.object_stores import check_url
+
+        from cacheblend_cli.kv.tier_location import is_extensions
+
+        check_url(settings.tier, any_scheme=is_extensions(settings.tier))
 
 
 def _check_origins(settings: Settings) -> None:

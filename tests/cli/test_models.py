@@ -100,8 +100,9 @@ def test_a_command_that_chose_the_model_by_default_says_so(
     assert cli("precompute", "a.md").err.count(named.FALLBACK_NOTE) == 1
     assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--json").err
     assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "-q").err
-    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--model", "handbook").err
     assert cli("doctor").err.count(named.FALLBACK_NOTE) == 1
+    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--model", "handbook").err
+    assert named.FALLBACK_NOTE not in cli("doctor").err, "the model of the store"
 
 
 def test_what_is_missing_or_not_implemented_is_named(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path
     ("name", "data", "code", "says"),
     [
         ("im_end.md", b"stop <|im_end|> here <tool_call> and <s>", 0, ""),
-        ("control.md", b"bell \x07 escape \x1b[31m red", 0, ""),
+        ("control.md", b"bell \x07 escape \x1b red", 0, ""),
         ("one.md", b"a", 0, ""),
         ("empty.md", b"", 2, "empty"),
         ("latin.md", b"caf\xe9 au lait", 2, "convert it: iconv -f cp1252 -t utf-8 FILE"),

@@ -54,7 +54,7 @@ def test_an_ask_reads_each_record_once(stored: StoredEngine, monkeypatch: pytest
     assert set(records.values()) == {1}
     assert others["citation"] == 5
     assert others["template"] <= 3
-    assert others["transaction"] <= 3
+    assert others["transaction"] <= 3 + searches  # whether the store has what the index names
     answer = answered(stored.engine, request)
     assert records.total() <= 2 * 6, "the loader checks each record when it loads the KV"
     assert others["citation"] == 5

@@ -54,7 +54,9 @@ def test_a_command_without_a_model_names_two_ways_to_get_one(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.md").write_text("The rent is 900 EUR.\n")
     assert run(["precompute", "a.md", "--store", "store"]) == ExitCode.NOT_FOUND
-    assert run(["precompute", "a.md", "--store", "store", "--model", "handbook", "-q"]) == 0
+    monkeypatch.setenv("CACHEBLEND_MODEL", "handbook")  # a flag would be remembered
+    assert run(["precompute", "a.md", "--store", "store", "-q"]) == 0
+    monkeypatch.delenv("CACHEBLEND_MODEL")
     capsys.readouterr()
     assert run(["ask", "What is the rent?", "--store", "store"]) == ExitCode.NOT_FOUND
     out, err = capsys.readouterr()

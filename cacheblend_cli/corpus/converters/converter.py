@@ -53,7 +53,7 @@ def _shortened_uri(found: re.Match[str]) -> str:
     return f"data:{found[1]}" if is_data and len(found[3]) >= _SHORTEST_DATA else found[0]
 
 
-_CONTROLS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)|[ -/]*[0-~])|[^\n]\x08")
+_CONTROLS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)|[!-/]*[0-~])|[^\n]\x08")
 _ISO_2022 = "\x1b$"  # begins a text of Chinese, Japanese or Korean that is written in ASCII
 _ARMOUR = re.compile("-----BEGIN (?!PGP SIGNED)[A-Z0-9 ]+-----")  # of base64
 

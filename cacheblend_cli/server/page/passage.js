@@ -9,7 +9,9 @@ let request = 0; // the latest one: an earlier document may come later
 
 export function watchPassage() {
   at("passage-close").addEventListener("click", () => at("passage").close());
-  at("passage").addEventListener("close", () => history.replaceState(null, "", location.pathname)); // the same link opens again
+  at("documents").addEventListener("click", (event) => {
+    if (event.target.hash && event.target.hash === location.hash) openLinked(); // which changes no hash
+  });
   at("passage-previous").addEventListener("click", () => show(shown - 1));
   at("passage-next").addEventListener("click", () => show(shown + 1));
   at("passage").addEventListener("click", (event) => {

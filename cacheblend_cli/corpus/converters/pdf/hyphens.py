@@ -10,7 +10,7 @@ from itertools import pairwise
 from cacheblend_cli.corpus.converters.pdf.lines import HYPHEN
 
 _HYPHENS = "-\u00ad\u2010"
-_CUT = re.compile(rf"([^\W\d_]+){HYPHEN}(?=([^\W\d_]+))")
+_CUT = re.compile(rf"(?<![^\W\d_])([^\W\d_]++){HYPHEN}(?=([^\W\d_]+))")
 _WORD = re.compile(r"[^\W\d_]+(?:[-\u2010][^\W\d_]+)*")
 _PREFIXES = frozenset(("half", "non", "self", "well"))
 """First parts of English words with a hyphen. Words without one seldom begin with them and are cut there."""
