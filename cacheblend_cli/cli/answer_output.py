@@ -41,7 +41,8 @@ class AnswerStream:
             for note in event.notes:
                 self._output.warn(note)
         elif isinstance(event, Progress):
-            if event.is_check:
+            self.end_reasoning()
+            if event.is_check and self.begun:
                 self._end_line()
             self._output.status(progress_line(event))
         elif event.reasoning:

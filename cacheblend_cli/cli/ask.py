@@ -127,13 +127,13 @@ class AnswerView:
         self.codes.append(report(error, self._output))
 
     def _show(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any], seconds: float | None) -> None:
+        show_answer(result, self._output, json=self._json, extra=extra, seconds=seconds)
         if self._html is not None:
             from cacheblend_cli.cli.answer_html import answer_page
 
             page = answer_page(item.question, result.answer, result.tokens)
             write_text(self._html, page, "choose another place for --html")
             self._output.note(f"wrote {self._html}")
-        show_answer(result, self._output, json=self._json, extra=extra, seconds=seconds)
         check = result.answer.confirmation
         self.codes.append(ExitCode.CHANGED if check and not check.confirmed else ExitCode.OK)
 

@@ -18,6 +18,7 @@ HELD = {
     "confirmed if marked": ("--confirm", "marked"),
     "confirmed if marked, by the setting's flag": ("--on-unsupported", "confirm"),
     "refused if marked": ("--on-unsupported", "refuse"),
+    "refused if marked, and compared": ("--verify", "--on-unsupported", "refuse"),
 }
 
 
@@ -92,8 +93,8 @@ def settings(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_is_shown_whole(cli: Cli, settings: None, way: str, held: str) -> None:
-    if "chat" in way and "--confirm" in HELD[held]:
-        return  # no flag of chat
+    if "chat" in way and {"--confirm", "--verify"} & set(HELD[held]):
+        return  # no flags of chat
     for form in ((),) if "chat" in way or "refuse" in HELD[held] else ((), ASKS_MARKED):  # which take no form
         asked = (*HELD[held], *form)
         answer = show_json(cli, asked)

@@ -192,3 +192,23 @@ def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeyp
     [answer] = listener.done().answers
     assert answer.auto is not None
     assert streaming.done().answers[0].generated_ids
+
+
+def test_a_paused_launch_goes_on_beside_a_prompt_of_a_priority_in_between(stored: StoredEngine) -> None:
+    limits = replace(LIMITS, max_sequences=6, max_rows=200)  # three short prompts fit a launch
+    questions = [
+        replace(stored.question(f"who keeps a parrot at home near the harbor {end}"), keys=()) for end in "?!."
+    ]
+    alone = [CoreDriver(stored, limits).ask(question) for question in questions]
+    driver = CoreDriver(stored, limits, prefill_s=0.0)
+    until_text(driver, driver.arrive(stored.question("what keeps the parrot?", max_tokens=80))[0])
+    joined = [driver.arrive(question, priority=priority) for question, priority in zip(questions, (0, 2), strict=False)]
+    until_paused(driver, joined[1][1])
+    [launch] = driver.core.worker._paused
+    assert len(launch) == 2
+    between, _ = driver.arrive(questions[2], priority=1)
+    while driver.core.worker._paused.keys() & {launch}:
+        driver.step()
+        assert len(driver.core.worker._paused) <= 1
+    driver.run()
+    assert [ids_of(listener) for listener in (joined[0][0], joined[1][0], between)] == alone

@@ -93,7 +93,7 @@ def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
 def test_a_page_and_a_form_come_from_the_engine(cli: Cli, server: Any, tmp_path: Path) -> None:
     for flags in (["--html", "a.html"], ["--html", "b.html", "--explain"]):
         warm, cold = cli(*ASK, *flags), cli(*ASK, *flags[:1], "cold.html", *flags[2:], "--local")
-        assert (ENGINE in warm.last, ENGINE in cold.last) == (True, False), warm.err
+        assert (ENGINE in warm.err, ENGINE in cold.err) == (True, False), warm.err
         assert ("layers" in warm.err) == ("layers" in cold.err) == ("--explain" in flags)
         page = (tmp_path / flags[1]).read_text()
         assert all(word in page for word in ("who leads billing?", "<mark class=", "docs/0.md"))

@@ -259,7 +259,9 @@ class Scheduler:
         launch = first.launch
         for sequence, prefill in prompts:
             if together and (prefill.launch != launch or not self._may_join(together, prefill.short)):
-                break
+                if launch is None:
+                    break
+                continue  # between the prompts of a launch that has begun
             together.append(sequence)
             prefill.launch = first.number
         return together
