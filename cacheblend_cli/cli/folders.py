@@ -15,7 +15,7 @@ from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, parse_size
-from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.corpus.places import on_disk, shown
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.text_files import read_text
 
@@ -125,7 +125,8 @@ def not_read(missing: Sequence[str], report: PrecomputeReport, *, verbose: bool,
     lost, unread = ([], []) if watch and report.documents else ([*dict.fromkeys((*emptied, *missing))], report.unread)
     if lost:
         first = shlex.quote(shown(lost[0]))
-        command = f"precompute {first}" if emptied else f"chunks rm --source {first}"
+        is_there = bool(emptied) and on_disk(lost[0]) is not None
+        command = f"precompute {first}" if is_there else f"chunks rm --source {first}"
         what = f"no stored document of {first_of(lost)} was found: nothing of it was stored or removed"
         return NotFoundError(what, f"is a drive not mounted? if not: cacheblend {command} --yes")
     if unread:

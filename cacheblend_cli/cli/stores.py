@@ -13,6 +13,7 @@ import cacheblend_store
 
 from cacheblend_cli import trust, user_cache
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.model.named import NOTES
 from cacheblend_cli.settings import Resolved, Settings
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def remember_model(resolved: Resolved) -> None:
     name = resolved.settings.model
     if resolved.origin["model"] == "flag":
         path = Path(name).expanduser()
-        user_cache.keep(_model_file(resolved.settings), os.path.abspath(path) if path.exists() else name)
+        is_path = name not in NOTES and path.exists()  # a built-in name goes before a path
+        user_cache.keep(_model_file(resolved.settings), os.path.abspath(path) if is_path else name)
 
 
 def _model_file(settings: Settings) -> Path:

@@ -41,7 +41,7 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> tupl
     found = {name: path for name in names if (path := on_disk(name)) is not None and os.path.lexists(path)}
     missing = [n for n in sorted(names - found.keys()) if any(is_within(source, n) for source in stored)]
     for name in missing:
-        output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
+        output.warn(f"{name} cannot be found; if it was deleted: chunks rm --source {name}")
     if missing and not found:
         raise NotFoundError("no remembered folder exists now; the stored documents are kept", "is a drive not mounted?")
     if not found:

@@ -97,7 +97,8 @@ class SourceSettings:
     def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
         self._model, salt = collection.model.fingerprint, collection.salt_digest
         found = map(DocumentRoot.of_memo, store.memos(ROOTS) if store is not None else ())
-        known = [root for root in found if root is not None and root.salt == salt]
+        self._every = [root for root in found if root is not None]
+        known = [root for root in self._every if root.salt == salt]
         self._own = [root for root in known if root.model == self._model]
         self._others = [root for root in known if root.model != self._model]
 
@@ -108,8 +109,9 @@ class SourceSettings:
 
     @property
     def links(self) -> dict[str, frozenset[str]]:
-        """Map paths that were given, for any model, to the documents elsewhere that links below them led to."""
-        return {r.path: r.linked for r in (*self._others, *self._own)}
+        """Map paths that were given, for any model and salt, to the documents elsewhere that links below them led
+        to."""
+        return {r.path: r.linked for r in (*self._every, *self._own)}
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """Return the nearest root at or above a document or root."""

@@ -77,6 +77,23 @@ def test_of_a_folder_within_another_and_of_one_behind_links_all_is_kept_too(
     assert listed(cli) == {"docs/alpha.md"}
 
 
+def test_a_folder_of_another_salt_keeps_what_is_stored(cli: Cli, docs: Path) -> None:
+    for name in ("one", "two"):
+        (docs / "sub").mkdir(exist_ok=True)
+        (docs / "sub" / f"{name}.md").write_text(f"{name} is a page\n")
+    assert cli("precompute", "docs/sub", "--salt", "a").code == 0
+    assert cli("precompute", "docs", "--salt", "b").code == 0
+    before = cli("chunks", "ls", "--json").out
+    (docs / "sub").rename("away")
+    (docs / "sub").mkdir()
+    result = cli("precompute", "docs", "--salt", "b")
+    assert result.code == 3
+    assert cli("chunks", "ls", "--json").out.count("sub") == before.count("sub") > 0
+    (docs / "sub").rmdir()
+    hint = cli("precompute", "docs", "--salt", "b").err
+    assert "chunks rm --source docs/sub --yes" in hint, "precompute could not find it"
+
+
 def test_a_missing_folder_is_a_failure_though_others_are_there(cli: Cli, docs: Path, tmp_path: Path) -> None:
     write(tmp_path / "more/delta.md", "delta\n")
     cli("precompute", "docs", "more")
@@ -145,7 +162,7 @@ def test_a_renamed_folder_is_followed_without_a_warning(cli: Cli, stored: list[s
     for _ in range(2):
         again = cli("precompute")
         assert again.code == 0
-        assert "no longer exists" not in again.err
+        assert "cannot be found" not in again.err
 
 
 def test_a_folder_that_is_gone_with_its_documents_is_named(cli: Cli, stored: list[str], docs: Path) -> None:
@@ -153,9 +170,11 @@ def test_a_folder_that_is_gone_with_its_documents_is_named(cli: Cli, stored: lis
     (docs.parent / "more" / "gamma.md").write_text("gamma alpha\n")
     cli("precompute", "more")
     docs.rename(docs.parent / ".hidden")
-    assert f"{docs} no longer exists; chunks rm --source {docs}" in " ".join(cli("precompute").err.split())
+    assert f"{docs} cannot be found; if it was deleted: chunks rm --source {docs}" in " ".join(
+        cli("precompute").err.split()
+    )
     cli("chunks", "rm", "--source", "docs", "--yes")
-    assert "no longer exists" not in cli("precompute").err
+    assert "cannot be found" not in cli("precompute").err
 
 
 def test_a_citation_of_a_deleted_file_says_so(cli: Cli, stored: list[str], docs: Path) -> None:

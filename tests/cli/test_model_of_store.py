@@ -74,3 +74,10 @@ def test_another_model_names_the_one_with_documents(cli: Cli, named: str) -> Non
     none = cli("precompute", "--model", HANDBOOK)
     assert none.code == 3
     assert "cacheblend config set model" in none.err
+
+
+def test_a_built_in_name_goes_before_a_folder(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CACHEBLEND_MODEL")
+    docs.rename(HANDBOOK)
+    assert cli("precompute", HANDBOOK, "--model", HANDBOOK, "-q").code == 0
+    assert asked(cli) == HANDBOOK
