@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import convert
+from cacheblend_store.conversion import convert
 
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, PromptTooLong, UsageError
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from msgspec import Struct, convert
+from cacheblend_store.conversion import convert
+from msgspec import Struct
 from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options

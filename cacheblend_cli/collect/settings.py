@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_store import ChunkStore, Memo
-from msgspec import convert, to_builtins
+from cacheblend_store.conversion import convert
+from msgspec import to_builtins
 
 from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS

@@ -10,13 +10,14 @@ from itertools import islice
 from typing import IO, NamedTuple
 
 import msgspec
+from cacheblend_store.conversion import decoder
 
 from cacheblend_cli.corpus.chunker import Chunk
 
 MAX_BYTES = 256 << 20
 _BATCH = 64  # chunks that are encoded together
 _SIZE = 8  # bytes of a batch's length field
-_decode = msgspec.msgpack.Decoder(list[Chunk]).decode
+_decode = decoder(list[Chunk]).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import msgspec
+from cacheblend_store.conversion import decoder
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.chunker import Chunk
@@ -60,6 +61,9 @@ class _Batch(msgspec.Struct):
     reason: str = ""  # of a NoDocument
 
 
+_decode = decoder(_Batch).decode
+
+
 class DocumentCutter:
     """Cuts documents for one tokenizer. Any number of threads may use it; each long document has its own process."""
 
@@ -93,7 +97,7 @@ class DocumentCutter:
         shared = dict[int, int]()
         try:
             for answer in process.stream(message, cancellation):
-                batch = msgspec.msgpack.decode(answer, type=_Batch)
+                batch = _decode(answer)
                 for chunk in batch.chunks:
                     ids = chunk.token_ids
                     yield replace(chunk, token_ids=tuple(map(shared.setdefault, ids, ids)))

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from msgspec import ValidationError, convert
+from cacheblend_store.conversion import convert
+from msgspec import ValidationError
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of

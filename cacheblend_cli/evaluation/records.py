@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import convert
+from cacheblend_store.conversion import convert
 
 from cacheblend_cli.text_files import JsonLines
 
@@ -52,7 +52,7 @@ class RecordFile:
         """Raises UsageError."""
         self._file = None
         if path is not None:
-            self._file = JsonLines(path, partial(convert, type=Record), '{"key": "', "a record of cacheblend eval")
+            self._file = JsonLines(path, partial(convert, of=Record), '{"key": "', "a record of cacheblend eval")
         self._records = {record.key: record for record in (self._file.rows if self._file else ())}
 
     def __enter__(self) -> RecordFile:

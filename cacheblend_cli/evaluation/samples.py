@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, ValidationError, convert
+from cacheblend_store.conversion import convert
+from msgspec import Meta, Struct, ValidationError
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text

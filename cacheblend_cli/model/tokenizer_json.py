@@ -44,6 +44,7 @@ class _File(msgspec.Struct):
     decoder: Stage | None = None
 
 
+_decode = msgspec.json.Decoder(_File).decode
 _BARRED = re.compile("<[|\uff5c].*>|<.*[|\uff5c]>")  # <|im_end|>, also with wide bars, Gemma 4's <|turn> and <turn|>
 _BRACKETED = re.compile(r"\[[^\s\[\]]+\]")  # [INST], [/INST], [TOOL_CALLS]
 _TAG = re.compile(r"</?([^\s<>/]+)/?>")  # <tool_call>, </think>, <start_of_turn>
@@ -58,7 +59,7 @@ _HTML = frozenset(
 
 def stages_of(raw: str) -> Stage:
     """Return a tokenizer.json without its vocabulary and merges, which are skipped unread."""
-    return msgspec.to_builtins(msgspec.json.decode(raw, type=_File))
+    return msgspec.to_builtins(_decode(raw))
 
 
 def check_growth(data: Stage) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 from cacheblend_store import COLLECTION, ChunkStore, Memo
-from msgspec import convert, to_builtins
+from cacheblend_store.conversion import convert
+from msgspec import to_builtins
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection

@@ -13,7 +13,8 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from msgspec import convert, to_builtins
+from cacheblend_store.conversion import convert
+from msgspec import to_builtins
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest

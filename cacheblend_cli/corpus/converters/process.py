@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 
 import msgspec
+from cacheblend_store.conversion import decoder
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of, named_by_content
@@ -47,6 +48,9 @@ class _Result(msgspec.Struct):
     unread: bool = False
 
 
+_decode = decoder(_Result).decode
+
+
 class ConverterProcess:
     """Converts files in another process.
 
@@ -70,7 +74,7 @@ class ConverterProcess:
             answer = self._process.ask(msgspec.msgpack.encode(_Job(name, self._limits, data)), cancellation)
         except ProcessEnded as ended:
             raise self._refusal(ended, len(data)) from None
-        result = msgspec.msgpack.decode(answer, type=_Result)
+        result = _decode(answer)
         if result.converted is None:
             raise NoDocument(result.reason, result.group, unread=result.unread)
         return result.converted

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cacheblend_store.conversion import decoder
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.records import seal, unseal
 
@@ -25,6 +26,9 @@ class Entry(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.chunks + self.documents)) + 32
+
+
+_decode = decoder(list[Entry]).decode
 
 
 class Changes(NamedTuple):
@@ -66,6 +70,6 @@ def changes_between(value: bytes | memoryview | None, before: int, after: int) -
 def _entries(value: bytes | memoryview | None) -> list[Entry]:
     """Return the entries, oldest first; [] if the record is missing or damaged."""
     try:
-        return msgspec.msgpack.decode(unseal(LOG, value or b""), type=list[Entry])
+        return _decode(unseal(LOG, value or b""))
     except (BadBlob, msgspec.DecodeError):
         return []

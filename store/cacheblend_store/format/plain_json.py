@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from msgspec import DecodeError, Meta, convert, to_builtins
+from msgspec import DecodeError, Meta, to_builtins
 from msgspec.json import decode, encode
+
+from cacheblend_store.conversion import convert
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # exact in JSON
 Size = Annotated[int, Meta(gt=0, le=1 << 20)]  # a dimension of a tensor
