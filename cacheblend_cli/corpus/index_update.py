@@ -101,8 +101,9 @@ def _changed_rows(
     return rows | {place: i for key in keys for place, i in _rows(db, "WHERE key = ?", key)}
 
 
-def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate) -> None:
-    """Apply an update, reading the texts of new chunks from the store. Call it in a transaction.
+def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate) -> bool:
+    """Apply an update, reading the texts of new chunks from the store. Call it in a transaction. Return False if a
+    chunk of a document has been removed since the update was planned: the document's new text has to be added.
 
     Chunks with a damaged record have no text to search; their keys go into the table `damaged`.
     """
@@ -119,24 +120,28 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
         db.execute("DELETE FROM damaged")
     else:
         db.executemany("DELETE FROM damaged WHERE key = ?", [(key.hex(),) for key in update.changed])
-    damaged = {place for batch in _by_source(update.new) for place in _add_places(db, store, batch)}
+    added = [_add_places(db, store, batch) for batch in _by_source(update.new)]
+    damaged = {place for places, _ in added for place in places}
     damaged |= {(key.hex(), "") for key in _add_loose(db, store, update.new_loose)}
     for source in sorted(set(update.gone.values())):
         _add(db, *source, [])
     db.executemany("INSERT OR IGNORE INTO damaged VALUES (?, ?)", sorted(damaged))
+    return all(is_complete for _, is_complete in added)
 
 
 def _add_places(
     db: sqlite3.Connection, store: ChunkStore, batch: Mapping[Source, Sequence[IndexEntry]]
-) -> Iterator[tuple[str, str]]:
-    """Add places of documents. Yields key and collection of those whose record is damaged."""
+) -> tuple[set[tuple[str, str]], bool]:
+    """Add places of documents. Return key and collection of those whose record is damaged, and whether all chunks are
+    still stored."""
     unreadable = list[bytes]()
     keys = {bytes.fromhex(place.key) for places in batch.values() for place in places}
     texts = {manifest.id: manifest.text for manifest in _manifests(store, keys, unreadable)}
     lost = {key.hex() for key in unreadable}
     for source, places in batch.items():
         _add(db, *source, [(place, texts[place.key]) for place in places if place.key in texts])
-        yield from ((place.key, place.collection) for place in places if place.key in lost)
+    damaged = {(place.key, place.collection) for places in batch.values() for place in places if place.key in lost}
+    return damaged, len(texts) + len(lost) == len(keys)
 
 
 def _add_loose(db: sqlite3.Connection, store: ChunkStore, keys: Sequence[bytes]) -> list[bytes]:

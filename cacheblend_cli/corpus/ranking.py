@@ -11,6 +11,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, islice
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend_cli.corpus.function_words import function_words
 from cacheblend_cli.corpus.normalise import normalised, search_words, unspaced
-from cacheblend_cli.corpus.search_index import in_transaction
+from cacheblend_cli.corpus.search_index import in_transaction, snapshot
 from cacheblend_cli.corpus.word_forms import beginning, forms, joined
 
 if TYPE_CHECKING:
@@ -32,8 +33,11 @@ LEAST_LIKE = 0.1
 """Cosine below which a text is not a hit."""
 _BATCH = 1024
 _CURRENT = "SELECT digest FROM embedder"
-_PENDING = "SELECT rowid, title, body FROM chunks WHERE rowid IN ({ids} LIMIT ?)"
-_IDS_PENDING = "SELECT q.id FROM pending AS q JOIN places AS p USING (id) WHERE {where}"
+_PENDING = """
+    SELECT rowid, title, body FROM chunks WHERE rowid IN (
+        SELECT q.id FROM pending AS q JOIN places AS p USING (id) WHERE {where} LIMIT ?
+    )
+"""
 _VECTORS = "SELECT v.id, v.vector FROM vectors AS v JOIN places AS p USING (id) WHERE {where} ORDER BY v.id"
 _SENTENCE = re.compile(r"(?<=[.!?\u3002])\s+|\n\s*\n|\n(?=[-*#|])")
 _PART = re.compile(r"(?<=[.!?:;\u061f\u061b])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
@@ -78,29 +82,41 @@ def telling_sentence(text: str, query: Query | None) -> str:
     return sentences[best] if len(sentences[best]) <= _SHOWN else sentences[best][:_SHOWN] + " ..."
 
 
-def _embed_some(db: sqlite3.Connection, embedder: Embedder, searched: Searched) -> bool:
-    """Compute up to _BATCH missing vectors of the searched collections.
+@contextmanager
+def embedded(db: sqlite3.Connection, embedder: Embedder | None, searched: Searched) -> Iterator[None]:
+    """Let all reads of the block see one state of the index: with an embedder, one in which no vector of the searched
+    collections is missing."""
+    while True:
+        with snapshot(db):
+            if embedder is None or not _is_missing(db, embedder, searched):
+                yield
+                return
+        _embed_some(db, embedder, searched)
 
-    If the weights changed, all are missing. Return False when none is missing.
-    """
+
+def _is_missing(db: sqlite3.Connection, embedder: Embedder, searched: Searched) -> bool:
+    """Return whether vectors of the searched collections are missing. If the weights changed, all are."""
+    pending = db.execute(_PENDING.format(where=searched.where), (*searched.parameters, 1))
+    return db.execute(_CURRENT).fetchone() != (embedder.digest,) or pending.fetchone() is not None
+
+
+def _embed_some(db: sqlite3.Connection, embedder: Embedder, searched: Searched) -> None:
+    """Compute up to _BATCH missing vectors of the searched collections."""
     import numpy as np
 
-    own, ids = (embedder.digest,), _IDS_PENDING.format(where=searched.where)
-    if db.execute(_CURRENT).fetchone() == own and db.execute(ids, searched.parameters).fetchone() is None:
-        return False
+    own = (embedder.digest,)
     with in_transaction(db):
         if db.execute(_CURRENT).fetchone() != own:
             db.execute("DELETE FROM vectors")
             db.execute("DELETE FROM embedder")
             db.execute("INSERT INTO embedder VALUES (?)", own)
             db.execute("INSERT OR IGNORE INTO pending SELECT rowid FROM chunks")
-        rows = db.execute(_PENDING.format(ids=ids), (*searched.parameters, _BATCH)).fetchall()
+        rows = db.execute(_PENDING.format(where=searched.where), (*searched.parameters, _BATCH)).fetchall()
         if rows:
             vectors = embedder.embed([unspaced(f"{title}\n{body}") for _, title, body in rows]).astype(np.float16)
             pairs = [(i, vector.tobytes()) for (i, *_), vector in zip(rows, vectors, strict=True)]
             db.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", pairs)
             db.executemany("DELETE FROM pending WHERE id = ?", [(i,) for i, *_ in rows])
-    return bool(rows)
 
 
 _MAX_TERMS = 64  # first terms of a long query
@@ -279,11 +295,8 @@ class ByMeaning:
     """Chunks by cosine similarity to the query vector. A chunk is embedded together with the title of its document."""
 
     def __init__(self, db: sqlite3.Connection, query: Query, searched: Searched) -> None:
-        assert query.embedder is not None
         import numpy as np
 
-        while _embed_some(db, query.embedder, searched):
-            pass
         rows = db.execute(_VECTORS.format(where=searched.where), searched.parameters).fetchall()
         if any(len(vector) != 2 * len(query.vector) for _, vector in rows):
             raise sqlite3.DatabaseError("the index has vectors of another size")

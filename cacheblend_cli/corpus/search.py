@@ -18,6 +18,7 @@ from cacheblend_cli.corpus.ranking import (
     Query,
     Row,
     Searched,
+    embedded,
     fuse,
     questions_in,
     telling_sentence,
@@ -172,7 +173,8 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     collections: search only these; for a document in several of them, only the first.
     """
     query = query[:_QUERY_CHARACTERS]
-    with open_index(store) as db:
+    embedder = lookup.embedder if lookup.by != "words" else None
+    with open_index(store) as db, embedded(db, embedder, Searched(collections)):
         found = _search(db, query, lookup, collections)
         if found.weak:
             others = [_search(db, question, lookup, collections) for question in questions_in(query)]

@@ -42,6 +42,7 @@ _TABLES = """
     PRAGMA user_version = {schema};
 """
 _LOCKED_S = 60.0  # seconds to wait for another process
+_MOST_UPDATES = 8  # in a transaction, while chunks of each update are replaced before it has read their texts
 _BESIDE = ("-journal", "-wal", "-shm")  # SQLite's files beside a database
 _updating = threading.RLock()  # threads wait here, because SQLite's own lock has a timeout
 _DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
@@ -61,9 +62,12 @@ def rebuilding(work: Callable[Concatenate[ChunkStore, P], T]) -> Callable[Concat
         try:
             return work(store, *args, **kwargs)
         except _DAMAGE as error:
-            if isinstance(error, sqlite3.OperationalError) or not store.is_own:
+            if not store.is_own:
                 raise
-            if (state := (store.identity, store.generation)) not in _discarded:
+            if isinstance(error, sqlite3.OperationalError):
+                if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_DBMOVED:
+                    raise  # else another thread or process has made the index anew
+            elif (state := (store.identity, store.generation)) not in _discarded:
                 _discarded.add(state)
                 _discard(store.path / _FILE)
         return work(store, *args, **kwargs)
@@ -107,6 +111,17 @@ def in_transaction(db: sqlite3.Connection) -> Iterator[None]:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             raise
+
+
+@contextmanager
+def snapshot(db: sqlite3.Connection) -> Iterator[None]:
+    """Let all reads of the block see one state of the index. Writers wait."""
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        with suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
 
 
 def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
@@ -156,21 +171,25 @@ def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
     The cost is proportional to the changes, unless the change log has a gap: then everything is compared.
     """
     db.execute("PRAGMA trusted_schema = OFF")
-    if _indexed(db, store) == store.generation:
-        return
+    with snapshot(db):
+        if _indexed(db, store) == store.generation:
+            return
     with in_transaction(db):
-        indexed = _indexed(db, store)
-        with store.read() as reader:
-            now = reader.state().generation
-            if indexed == now:  # another process was faster
+        for _ in range(_MOST_UPDATES):
+            indexed = _indexed(db, store)
+            with store.read() as reader:
+                now = reader.state().generation
+                if indexed == now:  # another process was faster
+                    return
+                if indexed is None:
+                    _make_tables(db)
+                changes = None if indexed is None else reader.changes_since(indexed)
+                update = plan_update(db, reader, changes)
+            is_complete = write_update(db, store, update)
+            db.execute("DELETE FROM stamp")
+            db.execute("INSERT INTO stamp VALUES (?)", (f"{store.identity}:{now}",))
+            if is_complete:
                 return
-            if indexed is None:
-                _make_tables(db)
-            changes = None if indexed is None else reader.changes_since(indexed)
-            update = plan_update(db, reader, changes)
-        write_update(db, store, update)
-        db.execute("DELETE FROM stamp")
-        db.execute("INSERT INTO stamp VALUES (?)", (f"{store.identity}:{now}",))
 
 
 def _make_tables(db: sqlite3.Connection) -> None:

@@ -7,11 +7,12 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import torch
 from cacheblend_store import ChunkStore
 from stored_texts import forget, put_document
 
-from cacheblend_cli.corpus import embedding
+from cacheblend_cli.corpus import embedding, ranking, search_index
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.demo import office_dir
@@ -133,13 +134,36 @@ def test_weak_matches_are_told_from_good_ones(store: ChunkStore, how: Lookup, qu
     assert search(store, question, how).weak == weak
 
 
-def test_threads_search_and_embed_at_the_same_time(store: ChunkStore) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        hits = [threads.submit(found, store, "voyage", how) for how in (BOTH, MEANING, Lookup(9)) * 8]
-        put_document(store, "/docs/new.md", "A voyage. ")
-        for hit in hits:
-            hit.result()
+def test_threads_search_and_embed_at_the_same_time(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    discarded = list[Path]()
+    monkeypatch.setattr(search_index, "_discard", discarded.append)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            hits = list[Future[list[str]]]()
+            for version in range(6):
+                put_document(store, "/docs/new.md", f"A voyage . Version {version}. ")
+                hits += [threads.submit(found, store, "voyage", how) for how in (BOTH, MEANING, Lookup(9)) * 8]
+            assert all("new#0" in hit.result() for hit in hits)
+    finally:
+        sys.setswitchinterval(before)
     assert set(found(store, "voyage", MEANING)) == {"staff#0", "new#0"}
+    assert not discarded  # nobody took a state between two reads for damage
+
+
+def test_a_search_goes_on_when_another_process_makes_the_index_anew(store: ChunkStore) -> None:
+    assert found(store, "voyage", Lookup(9)) == []
+    embed = ranking._embed_some
+
+    def replaced(*args: Any) -> None:
+        search_index._discard(store.path / "search.sqlite3")
+        monkeypatch.undo()
+        embed(*args)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ranking, "_embed_some", replaced)
+        assert found(store, "voyage", MEANING) == ["staff#0"]
 
 
 def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None:
