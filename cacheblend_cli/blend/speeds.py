@@ -38,6 +38,7 @@ PROBE_S = 1.0
 """Seconds for all measurements of compute; sizes that take longer are left out."""
 MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 """Measurement of a correction: rows, rows per chunk, and the step between recomputed rows."""
+_decode = msgspec.json.Decoder(Speeds).decode
 
 
 def speed_file(model: LoadedModel, codec: str) -> Path:
@@ -54,7 +55,7 @@ def speed_file(model: LoadedModel, codec: str) -> Path:
 def read_speeds(file: Path) -> Speeds | None:
     """Return the speeds, None if the file is missing or invalid."""
     try:
-        speeds = msgspec.json.decode(user_cache.recall(file), type=Speeds)
+        speeds = _decode(user_cache.recall(file))
     except msgspec.MsgspecError:
         return None
     valid = min(vars(speeds).values()) >= 0 and speeds.row_s > 0 and speeds.bytes_per_s > 0

@@ -80,6 +80,9 @@ class Profile:
         return f"{how}, mean KL {found.mean:.2g}, 90th percentile {found.p90:.2g} over {self.prompts} prompts"
 
 
+_decode = msgspec.json.Decoder(list[Profile]).decode
+
+
 def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[str, str]:
     """Return the conditions of a profile, by name. codec: the chunks' codec."""
     decoder, wording = collection.model.decoder, collection.template.wording.to_dict()
@@ -110,7 +113,7 @@ def profile_file(fingerprint: str) -> Path:
 def read_profiles(path: Path) -> list[Profile]:
     """Return a model's profiles, the latest last; [] if the file is missing or invalid."""
     try:
-        return msgspec.json.decode(user_cache.recall(path), type=list[Profile])
+        return _decode(user_cache.recall(path))
     except msgspec.MsgspecError:
         return []
 
