@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import threading
@@ -16,6 +15,7 @@ from omitting import leave_out
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.events import Text
 
 PAGES = {
     "billing": "the lead of billing is Mara and she works in Bergen, near the harbor, with a parrot at home",
@@ -298,14 +298,17 @@ def test_what_is_left_out_is_shown_at_the_document(server: Any, page: Page, monk
 
 
 def test_answers_are_stopped_and_made_again(server: Any, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped, step, steps = threading.Event(), EngineCore.step, itertools.count()
+    begun, stopped, step = threading.Event(), threading.Event(), EngineCore.step
 
-    def held_after_some_tokens(core: EngineCore) -> Any:
-        if next(steps) > 30:  # an answer that ends by itself could not be stopped
+    def held_after_its_first_text(core: EngineCore) -> Any:
+        if begun.is_set():  # an answer that ends by itself could not be stopped
             stopped.wait(60)
-        return step(core)
+        events = step(core)
+        if any(isinstance(event, Text) for _, event in events):
+            begun.set()
+        return events
 
-    monkeypatch.setattr(EngineCore, "step", held_after_some_tokens)
+    monkeypatch.setattr(EngineCore, "step", held_after_its_first_text)
     page.js("document.getElementById('max_tokens').value = 900")
     page.type(QUESTION)
     page.press("Enter")
