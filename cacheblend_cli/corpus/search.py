@@ -97,6 +97,10 @@ class Lookup(SearchParams):
         by = "words" if embedder is None else "both" if params.by == "auto" else params.by
         return cls(**vars(params) | {"by": by}, embedder=embedder)
 
+    @property
+    def used_embedder(self) -> Embedder | None:
+        return None if self.by == "words" else self.embedder
+
 
 @dataclass(frozen=True)
 class SearchHit:
@@ -173,8 +177,7 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     collections: search only these; for a document in several of them, only the first.
     """
     query = query[:_QUERY_CHARACTERS]
-    embedder = lookup.embedder if lookup.by != "words" else None
-    with open_index(store) as db, embedded(db, embedder, Searched(collections)):
+    with open_index(store) as db, embedded(db, lookup.used_embedder, Searched(collections)):
         found = _search(db, query, lookup, collections)
         if found.weak:
             others = [_search(db, question, lookup, collections) for question in questions_in(query)]
@@ -185,7 +188,7 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
 
 def _search(db: sqlite3.Connection, query: str, lookup: Lookup, collections: Sequence[str] | None) -> SearchResult:
     """Search for one text, see `search`."""
-    asked = Query(query, lookup.before[:_QUERY_CHARACTERS], lookup.embedder if lookup.by != "words" else None)
+    asked = Query(query, lookup.before[:_QUERY_CHARACTERS], lookup.used_embedder)
     searched = Searched(collections)
     [(damaged,)] = db.execute(_DAMAGED.format(where=searched.where), searched.parameters)
     if not asked.terms:

@@ -66,7 +66,8 @@ def rebuilding(work: Callable[Concatenate[ChunkStore, P], T]) -> Callable[Concat
                 raise
             if isinstance(error, sqlite3.OperationalError):
                 if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_DBMOVED:
-                    raise  # else another thread or process has made the index anew
+                    raise
+                # another thread or process has made the index anew
             elif (state := (store.identity, store.generation)) not in _discarded:
                 _discarded.add(state)
                 _discard(store.path / _FILE)

@@ -152,7 +152,7 @@ def test_threads_search_and_embed_at_the_same_time(store: ChunkStore, monkeypatc
     assert not discarded  # nobody took a state between two reads for damage
 
 
-def test_a_search_goes_on_when_another_process_makes_the_index_anew(store: ChunkStore) -> None:
+def test_a_search_goes_on_when_the_index_is_made_anew_meanwhile(store: ChunkStore) -> None:
     assert found(store, "voyage", Lookup(9)) == []
     embed = ranking._embed_some
 

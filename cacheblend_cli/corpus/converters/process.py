@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 
 import msgspec
-from cacheblend_store.conversion import decoder
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of, named_by_content
@@ -48,7 +47,7 @@ class _Result(msgspec.Struct):
     unread: bool = False
 
 
-_decode = decoder(_Result).decode
+_decode = msgspec.msgpack.Decoder(_Result).decode
 
 
 class ConverterProcess:
