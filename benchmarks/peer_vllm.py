@@ -56,7 +56,7 @@ class VllmServer:
         own = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cpus,
-            "PYTHONPATH": str(ROOT / "vllm_connector"),
+            "PYTHONPATH": str(ROOT / "connectors/vllm"),
         }
         self._log = self._models.folder / "vllm.log"
         with self._log.open("wb") as log:

@@ -1,6 +1,6 @@
 """precompute in this process, and on one and two workers of a local Ray cluster that put the KV to a tier in a folder.
 
-    PYTHONPATH=ray_collector python benchmarks/ray_workers.py [--documents 2000] [--model DIR] [--threads 1]
+    PYTHONPATH=connectors/ray python benchmarks/ray_workers.py [--documents 2000] [--model DIR] [--threads 1]
 
 Documents of 300 words; every process computes with --threads CPU threads. Prints documents a second, workers' start
 left out, and the bytes of records that went to the workers and came back. The default model has SmolLM2-135M's width

