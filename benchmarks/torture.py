@@ -18,13 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+from machine import RESULTS, ROOT, hardware, read_result, save
+from machine import table as markdown
 
-from cacheblend_cli.evaluation.speed import device_name
-
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["tests/store", "tests/cli", "tests/server", "tests/corpus"]
-RESULTS = ROOT / "benchmarks" / "results"
 NOT_COUNTS = ("test", "date", "hardware")
 
 
@@ -32,26 +29,17 @@ def main(arguments: list[str]) -> int:
     tests = torture_tests()
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "torture",
-            "--timeout=7200",
-            *(arguments or FOLDERS),
-        ]
+        command = [sys.executable, "-m", "pytest", "-m", "torture", "--timeout=7200", *(arguments or FOLDERS)]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, "TORTURE_LEDGER": str(ledger)}).returncode
         lines = ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []
-    path = RESULTS / "torture.json"
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results, machine = read_result(RESULTS / "torture.json"), hardware()
+    where = f"{machine['cpu']}, {machine['cores']} cores"
     for line in lines:
         entry = json.loads(line)
         what = entry.pop("what")
-        results[what] = {**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware()}
+        results[what] = {**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": where}
     results = {what: entry for what, entry in sorted(results.items()) if entry["test"] in tests}
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    (RESULTS / "torture.md").write_text(table(results), encoding="utf-8")
+    save(results, RESULTS / "torture.json", page(results))
     return code
 
 
@@ -62,25 +50,17 @@ def torture_tests() -> set[str]:
     return {line for line in listed.splitlines() if "::" in line}
 
 
-def hardware() -> str:
-    return f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores"
-
-
-def table(results: dict[str, Any]) -> str:
+def page(results: dict[str, Any]) -> str:
     """Return a table with a row per test: what was done, the outcome, and the date."""
-    rows = ["| test | counts | date |", "|---|---|---|"]
-    for what, entry in sorted(results.items()):
-        counts = (
-            f"{name.replace('_', ' ')} {_number(value)}" for name, value in entry.items() if name not in NOT_COUNTS
-        )
-        rows.append(f"| {what} | {', '.join(counts)} | {entry['date']} |")
+
+    def counts(entry: dict[str, Any]) -> str:
+        shown = {k: f"{v:,}" if isinstance(v, int | float) else str(v) for k, v in entry.items() if k not in NOT_COUNTS}
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+
+    rows = [(what, counts(entry), entry["date"]) for what, entry in sorted(results.items())]
     where = sorted({entry["hardware"] for entry in results.values()})
     head = "`make torture`: what these tests counted, each after its assertions held."
-    return "\n".join([head, "", *rows, "", f"Hardware: {'; '.join(where)}.", ""])
-
-
-def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, (int, float)) else str(value)
+    return "\n".join([head, "", *markdown(("test", "counts", "date"), rows), "", f"Hardware: {'; '.join(where)}.", ""])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Pack what a run of `benchmarks/gpu_check.py` on a machine without a network needs beside the tree, and print the
-commands to run there.
+command to run there.
 
     python tools/gpu_pack.py [--python PYTHON] [--out .gpu]
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from gpu.kernel_cache import write_archive  # noqa: E402
-from gpu.plan import CALLS, PREPARATION_S, minutes_of  # noqa: E402
+from gpu.plan import MINUTES  # noqa: E402
 
 PYTHON_VERSION = "3.12"
 PACKAGES = {"triton": "3.6.0", "torch": "2.11.0", "transformers": "5.17.0"}  # of the machine
@@ -137,32 +137,19 @@ def compile_kernels(python: Path, cache: Path, target: Path, jobs: int) -> None:
 
 def manifest(pack: Path) -> dict[str, object]:
     files = sorted(path for path in pack.rglob("*") if path.is_file() and path.name != MANIFEST)
-    digests = {
-        str(path.relative_to(pack)): hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in files
-    }
-    return {
-        "versions": PACKAGES,
-        "python": PYTHON_VERSION,
-        "arch": ARCH,
-        "files": digests,
-    }
+    digests = {str(p.relative_to(pack)): hashlib.blake2b(p.read_bytes(), digest_size=16).hexdigest() for p in files}
+    return {"versions": PACKAGES, "python": PYTHON_VERSION, "arch": ARCH, "files": digests}
 
 
 def commands(pack: Path) -> str:
     """Return what to do on the machine."""
     name = os.path.relpath(pack, ROOT)
-    check = f"PYTHONUNBUFFERED=1 python3 benchmarks/gpu_check.py --pack {name}"
-    lines = [f"\nKeep {name} out of git, and take it along:  echo /{name}/ >> .git/info/exclude"]
-    for call in CALLS:
-        minutes, options = minutes_of(call), " --resume --again" * (call > 1)
-        limit = round(60 * minutes + SPARE_S)
-        lines.append(f"\nCall {call}, at most {limit} s (after {PREPARATION_S:.0f} s of start and transfer):")
-        lines.append(f"  {check}{options} --minutes {minutes:g}")
-    lines.append(
-        "\nResults are written to $OUT, or to benchmarks/results/ where it is not set. Between the calls, copy"
-    )
-    lines.append("gpu-*.jsonl into benchmarks/results/, so that the second one continues from it.")
-    return "\n".join(lines)
+    return f"""
+Keep {name} out of git, and take it along:  echo /{name}/ >> .git/info/exclude
+On the machine, at most {round(60 * MINUTES + SPARE_S)} s:
+  PYTHONUNBUFFERED=1 python3 benchmarks/gpu_check.py --pack {name}
+Parts that failed, again: --only "PART,PART", with gpu-*.json of the first run in the folder of the results ($OUT, or
+benchmarks/results/ where it is not set)."""
 
 
 if __name__ == "__main__":

@@ -34,14 +34,13 @@ from cacheblend_cli.kv.loader import KVLoader, make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams, SamplingParams
 
-PREFIX_TOKENS = 16
-BLOCK_SIZE = 64
+PREFIX_TOKENS, BLOCK_SIZE = 16, 64
 
 
 @dataclass(frozen=True)
 class Scenario:
     """Sizes of a measurement. lengths: prompt tokens; batches: sequences decoded together; reps: timed runs after a
-    warm-up; utilization: share of a GPU's memory."""
+    warm-up."""
 
     lengths: tuple[int, ...]
     chunk_tokens: int
@@ -50,7 +49,10 @@ class Scenario:
     decode_steps: int
     reps: int
     dtype: torch.dtype
-    utilization: float = 0.8
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 FULL = Scenario((4096, 16384), 512, 64, (1, 8, 32), 64, 5, torch.bfloat16)
@@ -88,14 +90,13 @@ class Bench:
         self.collection = self.runtime.collection()
         self.lossless = is_lossless(self.collection.codec, model.decoder.dtype)
         self.suffix = draw(scenario.suffix)
-        self.chunks = {n: self._chunks(n, draw) for n in sorted(scenario.lengths)}
+        self.chunks = {n: tuple(draw(size) for size in self._sizes(n)) for n in sorted(scenario.lengths)}
         self.store = ChunkStore.open(folder / f"{model.name}-store", mode="write", force=True)
         self.twin: Any = None  # transformers' model over the same weights
 
-    def _chunks(self, length: int, draw: Callable[[int], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    def _sizes(self, length: int) -> list[int]:
         size, left = self.scenario.chunk_tokens, length - PREFIX_TOKENS - self.scenario.suffix
-        sizes = [size] * (left // size) + ([left % size] if left % size else [])
-        return tuple(draw(n) for n in sizes)
+        return [size] * (left // size) + ([left % size] if left % size else [])
 
     def __enter__(self) -> Bench:
         return self
@@ -109,17 +110,16 @@ class Bench:
         if tried.exists():
             raise RuntimeError(f"storing the KV of {length} tokens failed before")
         tried.touch()
-        start = time.perf_counter()
-        collector = Collector(self.collection, self.store)
+        start, chunks = time.perf_counter(), self.chunks[length]
         planned = [
             PlannedChunk(self.collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
-            for n, ids in enumerate(self.chunks[length])
+            for n, ids in enumerate(chunks)
         ]
-        for _ in collector.store(planned, again=True):
+        for _ in Collector(self.collection, self.store).store(planned, again=True):
             pass
         tried.unlink()
-        seconds, tokens = time.perf_counter() - start, sum(len(p.chunk.token_ids) for p in planned)
-        num_bytes = sum(self.collection.stored_bytes(len(p.chunk.token_ids)) for p in planned)
+        seconds, tokens = time.perf_counter() - start, sum(map(len, chunks))
+        num_bytes = sum(self.collection.stored_bytes(len(ids)) for ids in chunks)
         row = {"length": length, "tokens": tokens, "bytes": num_bytes, "seconds": seconds}
         return {**row, "tokens_per_s": tokens / seconds, "codec": self.collection.codec}
 
@@ -130,24 +130,19 @@ class Bench:
     def inputs(self, length: int, exact: bool = False) -> tuple[ChunkInput, ...]:
         """Return the prompt's chunks for the plan. exact: mark them as exact where a full prefill would compute the
         same."""
-        return tuple(
-            ChunkInput(self.collection.key(ids), "bench", ids, same_regime=exact) for ids in self.chunks[length]
-        )
+        chunks = self.chunks[length]
+        return tuple(ChunkInput(self.collection.key(ids), "bench", ids, same_regime=exact) for ids in chunks)
 
     def request(self, length: int, blend: BlendParams, *, exact: int | None = None, max_tokens: int = 1) -> Request:
         """Return a request over the prompt's chunks. exact: only that many leading chunks, exact where a full prefill
         would compute the same."""
         inputs = self.inputs(length, exact is not None)[:exact]
+        chunks = tuple(RequestChunk(c.key, c, Citation("bench", n)) for n, c in enumerate(inputs))
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         return Request(
-            "",
-            self.collection,
-            self.store,
-            suffix_ids=self.suffix,
-            chunks=tuple(RequestChunk(c.key, c, Citation("bench", n)) for n, c in enumerate(inputs)),
-            blend=blend,
-            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            "", self.collection, self.store, suffix_ids=self.suffix, chunks=chunks, blend=blend, sampling=sampling,
             lossless=self.lossless,
-        )
+        )  # fmt: skip
 
     def prefill(self, request: Request, headroom: int = 0) -> Prefilled:
         """Run the tool's prefill; raises if it did not use all stored chunks."""
@@ -179,14 +174,12 @@ class Bench:
 
     @torch.inference_mode()
     def run_theirs(self, length: int) -> tuple[float, Tensor]:
-        prompt = torch.tensor([self.prompt(length)], device=self.device)
+        ids = [*self.collection.prefix_ids, *(i for ids in self.chunks[length] for i in ids), *self.suffix]
+        prompt = torch.tensor([ids], device=self.device)
         start = time.perf_counter()
         logits: Tensor = self.twin(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
         logits.argmax().item()
         return time.perf_counter() - start, logits.float()
-
-    def prompt(self, length: int) -> list[int]:
-        return [*self.collection.prefix_ids, *(i for ids in self.chunks[length] for i in ids), *self.suffix]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -197,14 +190,8 @@ class Loaded:
     """Context manager that holds the stored KV of a prompt in the pool, without computing."""
 
     def __init__(self, bench: Bench, length: int) -> None:
-        collection = bench.collection
-        self.plan = plan_prompt(
-            collection.prefix_ids,
-            bench.inputs(length),
-            bench.suffix,
-            prefix_key=collection.prefix_key,
-            reuse=True,
-        )
+        prefix, key = bench.collection.prefix_ids, bench.collection.prefix_key
+        self.plan = plan_prompt(prefix, bench.inputs(length), bench.suffix, prefix_key=key, reuse=True)
         self.sequence = bench.memory.pool.new_sequence(length)
         self._loader = make_loader(bench.model.decoder, bench.store, self.sequence, self.plan)
         self._num_layers = bench.model.spec.num_layers

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from gpu.steps import Cases, Context, Rows
+from gpu.context import Cases, Context, Rows
 
 from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, questions
 

@@ -1,5 +1,4 @@
-"""Cost model: lower bounds on the time of a prefill's rows, of loading its KV, and of a decode step, given the device's
-measured ceilings; and expected times with launches counted, for a run on a GPU to confirm or refute:
+"""Cost model: expected times of a prefill and the least time of a decode step, given the device's measured ceilings.
 
     python benchmarks/gpu/cost.py     # writes benchmarks/results/gpu_expected.md, from gpu_host.json (`host.py`)
 
@@ -20,7 +19,6 @@ from cacheblend_store.format.blobs import blob_spec
 
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.types import LayerReport, LayerStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,104 +41,11 @@ class Ceilings:
         )
 
 
-@dataclass(frozen=True)
-class Work:
-    """One prefill of num_tokens, of which the last `suffix` are always fresh. kv_bytes: bytes to load, of all layers.
-    probed: layers whose attention the fresh rows record before tokens are chosen, () without a probe."""
-
-    num_tokens: int
-    suffix: int
-    layers: Sequence[LayerReport]
-    kv_bytes: int = 0
-    probed: Sequence[int] = ()
-
-
-def prefill_flops(spec: ModelSpec, work: Work) -> float:
-    """Return the minimum flops of a prefill's layers, without head, norms and probe."""
-    return sum(matmul + attention for matmul, attention, _ in _layers(spec, work.num_tokens, work.suffix, work.layers))
-
-
-def prefill_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
-    """Return seconds: matrix products of each layer, or reading its weights if it has few rows, and attention,
-    overlapped with loading the KV.
-
-    A probe comes first, and ends no sooner than the KV of its layers is loaded.
-    """
-    compute = sum(
-        max(matmul / ceilings.flops, weights / ceilings.memory) + attention / ceilings.flops
-        for matmul, attention, weights in _layers(spec, work.num_tokens, work.suffix, work.layers)
-    )
-    load, probe = work.kv_bytes / ceilings.bus, 0.0
-    if work.probed:
-        awaited = load * (max(work.probed) + 1) / spec.num_layers
-        probe = max(probe_floor(spec, work, ceilings), awaited)
-    return max(probe + compute, load)
-
-
-def probe_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
-    """Return seconds of the suffix's rows through the layers up to the last probed one (only queries, K and V there),
-    and of their attention to all keys. Keys and weights are read once per layer, keys once more where attention is
-    recorded."""
-    last, rows, itemsize = max(work.probed), work.suffix, 2
-    q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
-    kv_size = 2 * spec.hidden_size * spec.kv_size
-    keys = itemsize * spec.kv_size * work.num_tokens
-    scores = 2.0 * spec.num_heads * spec.head_dim * rows * work.num_tokens
-    seconds = 0.0
-    for layer in range(last + 1):
-        params = q_size + kv_size + (q_size + mlp if layer < last else 0)
-        seconds += max(2.0 * rows * params / ceilings.flops, itemsize * params / ceilings.memory)
-        if layer < last:
-            seconds += max(2 * scores / ceilings.flops, 2 * keys / ceilings.memory)
-        if layer in work.probed:
-            seconds += max(scores / ceilings.flops, keys / ceilings.memory)
-    return seconds
-
-
-def decode_floor(spec: ModelSpec, weight_bytes: int, kv_len: float, itemsize: int, ceilings: Ceilings) -> float:
-    """Return seconds of a step of one sequence: every weight and the KV of kv_len tokens are read once."""
-    return (weight_bytes + kv_len * spec.kv_bytes_per_token(itemsize)) / ceilings.memory
-
-
-def matmul_params(spec: ModelSpec) -> int:
-    """Return the number of weights that every row of a prefill is multiplied with, without embeddings and output
-    head."""
-    return spec.num_layers * (spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size) + spec.mlp_params)
-
-
-def decode_weight_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return bytes of the weights that a step reads: layers and head; one row of the embedding."""
-    return itemsize * (matmul_params(spec) + spec.vocab_size * spec.hidden_size)
-
-
-def _layers(
-    spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport]
-) -> list[tuple[float, float, float]]:
-    """Return (flops of matrix products, flops of attention, bytes of 16-bit weights) of each layer.
-
-    At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones continue;
-    at the last layer one row continues. Chosen rows count as spread evenly, the suffix is at the end.
-    """
-    q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
-    kv_size = 2 * spec.hidden_size * spec.kv_size
-    found = []
-    for index, report in enumerate(layers):
-        last = index == len(layers) - 1
-        rows = report.rows
-        if last:
-            rows = 1
-        elif report.status is LayerStatus.CHECK:
-            rows = layers[index + 1].rows
-        kv_rows = report.rows - (report.fresh if index == 0 else 0)
-        seen = suffix * num_tokens + max(0, rows - suffix) * num_tokens / 2 if rows > 1 else num_tokens
-        found.append(
-            (
-                2.0 * (rows * (2 * q_size + mlp) + kv_rows * kv_size),
-                4.0 * spec.num_heads * spec.head_dim * seen,
-                2.0 * (2 * q_size + mlp + kv_size),
-            )
-        )
-    return found
+def decode_floor(spec: ModelSpec, batch: int, kv_len: float, itemsize: int, ceilings: Ceilings) -> float:
+    """Return seconds of a step: every weight of the layers and the head, and the KV of each sequence, are read once."""
+    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size) + spec.mlp_params
+    weights = itemsize * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)
+    return (weights + batch * kv_len * spec.kv_bytes_per_token(itemsize)) / ceilings.memory
 
 
 @dataclass(frozen=True)
@@ -262,13 +167,8 @@ class Expected:
             first, stop = round(spec.num_layers / 3), max(0, round(spec.num_layers * 5 / 6) - 1)
             for layer in range(stop + 1):
                 probed = layer >= first
-                steps.append(
-                    (
-                        self.layer(suffix, num_tokens) + probed * self.probe(suffix, num_tokens),
-                        host.layer + probed * host.probe,
-                        arrival,
-                    )
-                )
+                gpu_s = self.layer(suffix, num_tokens) + probed * self.probe(suffix, num_tokens)
+                steps.append((gpu_s, host.layer + probed * host.probe, arrival))
             steps.append((self.assumed.choose_operations * self.assumed.kernel_s, self.assumed.choose_s, 0.0))
             steps.append((*few, 0.0))
             steps += [(*after, arrival if layer > stop else 0.0) for layer in range(1, spec.num_layers - 1)]
@@ -291,16 +191,19 @@ class Expected:
         return gpu + head
 
 
+def measured_host() -> tuple[Host, dict[str, Any]]:
+    measured = json.loads((RESULTS / "gpu_host.json").read_text(encoding="utf-8"))
+    return Host.of(measured["microseconds"], Assumed()), measured
+
+
 def expected_s(spec: ModelSpec, ceilings: Ceilings, length: int, suffix: int, case: str, kv_bytes: float) -> float:
     """Return the expected seconds of a case of `end_to_end.py`, such as "query 0.15 uncorrected"."""
-    measured = json.loads((RESULTS / "gpu_host.json").read_text(encoding="utf-8"))["microseconds"]
-    expected = Expected(spec, ceilings, Host.of(measured, Assumed()))
+    expected = Expected(spec, ceilings, measured_host()[0])
     if case == "full":
         return expected.full(length)
     selector, ratio, *more = case.split()
-    return expected.blended(
-        selector, length, suffix, float(ratio), corrected=more != ["uncorrected"], kv_bytes=kv_bytes
-    )
+    corrected = more != ["uncorrected"]
+    return expected.blended(selector, length, suffix, float(ratio), corrected=corrected, kv_bytes=kv_bytes)
 
 
 GPUS = {"H100": Ceilings(798e12, 3.0e12, 55e9), "H200": Ceilings(790e12, 4.3e12, 55e9)}
@@ -333,8 +236,7 @@ def table(name: str, num_tokens: int, host: Host) -> list[str]:
 
 
 def main() -> None:
-    measured = json.loads((RESULTS / "gpu_host.json").read_text(encoding="utf-8"))
-    host = Host.of(measured["microseconds"], Assumed())
+    host, measured = measured_host()
     lines = [
         "# Expected on a GPU",
         "",

@@ -1,5 +1,5 @@
 """From question to answer with random weights at a model's shape: time to the first token of full prefill, of the blend
-from a warm store and of transformers, loading alone, and decoding, each against the cost model's floor (`cost.py`).
+from a warm store and of transformers, loading alone, and decoding, beside what the cost model expects (`cost.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import torch
 from cacheblend_store.format.codecs import decode_kv, view_kv
 from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded
 from gpu.checks import TOLERANCE, rope_reference, row_error
-from gpu.cost import Ceilings, Work, decode_floor, decode_weight_bytes, expected_s, prefill_floor, prefill_flops
+from gpu.context import Cases, Context, Rows
+from gpu.cost import Ceilings, decode_floor, expected_s
 from gpu.model import random_model, read_config, transformers_model
-from gpu.plan import part_of
-from gpu.steps import Cases, Context, Rows
+from gpu.plan import LARGE
 from gpu.timing import profile
 from torch import Tensor
 
-from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import EngineCore, Features
@@ -34,7 +33,7 @@ from cacheblend_cli.engine.features.speculation import Speculation
 from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import reserve
-from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus, SamplingParams
+from cacheblend_cli.types import BlendParams, SamplingParams
 
 PREFILLS = (
     "full",
@@ -47,7 +46,7 @@ PREFILLS = (
 )
 THEIRS = "transformers"
 FEW = ("full", "query 0.15", "hkvd 0.15")
-PROFILED = ("full", "query 0.15", "hkvd 0.15", "query 0.15 in the pool")
+PROFILED = (*FEW, "query 0.15 in the pool")
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 LOSSY = 0.1  # tolerance of logits over KV in few bits
 WARM_STEPS = 4  # of decoding: they capture the graph
@@ -60,7 +59,7 @@ def cases(context: Context) -> Cases:
     with context.slow("model"):
         bench = prepare(context)
     first, *longer = scenario.lengths
-    complete = context.step == part_of("llama-3.1-8b").name
+    complete = context.step == LARGE
     with bench:
         for length in (first, *longer) if complete else (first,):
             yield from length_cases(context, bench, length, PREFILLS if complete else FEW)
@@ -100,9 +99,9 @@ def prepare(context: Context) -> Bench:
     scenario, device = (TINY if context.tiny else FULL), context.device
     model = random_model(context.step, read_config("tiny" if context.tiny else context.step), device, scenario.dtype)
     meter = None if device.type == "cuda" else HostMeter()
-    config = EngineConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=scenario.utilization)
+    config = EngineConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=0.8)
     memory = reserve(model.decoder, config, meter=meter)
-    return Bench(model, memory, scenario, Ceilings.of(context.ceilings()), context.folder)
+    return Bench(model, memory, scenario, Ceilings.of(context.log.ceilings()), context.folder)
 
 
 def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
@@ -110,20 +109,17 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
     run = _run(bench, length, name)
     first_s, _ = run()
     found = [run() for _ in range(bench.scenario.reps)]
-    median, done, spec = statistics.median(seconds for seconds, _ in found), found[-1][1], bench.model.spec
-    work = _work(bench, length, name, done)
+    median, done = statistics.median(seconds for seconds, _ in found), found[-1][1]
     row: dict[str, Any] = {"length": length, "case": name, "seconds": median, "first_run_s": first_s}
-    row["all_seconds"] = [seconds for seconds, _ in found]
-    row["floor_s"] = prefill_floor(spec, work, bench.ceilings)
-    row["share"] = row["floor_s"] / median
-    if name != THEIRS:
-        row["expected_s"] = expected_s(spec, bench.ceilings, length, bench.scenario.suffix, name, work.kv_bytes)
-    row["tflop_s"] = prefill_flops(spec, work) / median / 1e12
-    row["chosen"] = 0 if isinstance(done, Tensor) else len(_result(done).chosen)
-    loaders = [one.loader for _, one in found if isinstance(one, Prefilled)]
-    if loaders and work.kv_bytes:
-        row["load_gb_s"] = work.kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
-        row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
+    if not isinstance(done, Tensor):
+        row["chosen"] = len((done.result if isinstance(done, Prefilled) else done).chosen)
+        kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
+        suffix, case = bench.scenario.suffix, name.removesuffix(" in the pool")
+        row["expected_s"] = expected_s(bench.model.spec, bench.ceilings, length, suffix, case, kv_bytes)
+        loaders = [one.loader for _, one in found if isinstance(one, Prefilled)] if kv_bytes else []
+        if loaders:
+            row["load_gb_s"] = kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
+            row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
     return [row]
 
 
@@ -146,21 +142,6 @@ def _blend(name: str) -> BlendParams:
     selector, ratio, *more = name.split()
     blend = BlendParams(ratio=float(ratio), selector=selector)
     return replace(blend, correction="none") if more == ["uncorrected"] else blend
-
-
-def _result(done: Prefilled | PrefillResult) -> PrefillResult:
-    return done.result if isinstance(done, Prefilled) else done
-
-
-def _work(bench: Bench, length: int, name: str, done: Done) -> Work:
-    """Return the work of a case; transformers does that of our full prefill."""
-    spec, suffix = bench.model.spec, bench.scenario.suffix
-    if isinstance(done, Tensor):
-        rows = [LayerReport(i, LayerStatus.AFTER_CHECK, length, 0) for i in range(spec.num_layers)]
-        return Work(length, suffix, rows)
-    kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
-    probed = policy_of(_blend(name), spec.num_layers, bench.lossless).probe_layers if name.startswith("query") else ()
-    return Work(length, suffix, _result(done).layers, kv_bytes, probed)
 
 
 def load(bench: Bench, length: int) -> list[dict[str, Any]]:
@@ -187,8 +168,7 @@ def decode(bench: Bench, length: int, batch: int, proposals: int = 0) -> list[di
         decoding.run(num_steps)
         bench.synchronize()
         seconds, tokens = time.perf_counter() - start, decoding.num_tokens - before
-    weights = decode_weight_bytes(bench.model.spec, itemsize)
-    floor = decode_floor(bench.model.spec, weights, batch * (length + num_steps / 2), itemsize, bench.ceilings)
+    floor = decode_floor(bench.model.spec, batch, length + num_steps / 2, itemsize, bench.ceilings)
     case = f"batch {batch}, {proposals} proposals" if proposals else f"batch {batch}"
     row = {"length": length, "case": case, "first_token_s": decoding.first_token_s, "tokens": tokens}
     row |= {"tokens_per_s": tokens / seconds, "step_s": seconds / num_steps, "floor_s": floor}
@@ -259,8 +239,7 @@ Check = Callable[[Bench, int], tuple[float, float]]  # returns error and toleran
 def checked(bench: Bench, length: int, name: str, check: Check) -> list[dict[str, Any]]:
     """Return a row like those of `checks_of`: the error of the whole path against its reference."""
     error, tolerance = check(bench, length)
-    dtype = str(bench.scenario.dtype).removeprefix("torch.")
-    row = {"kernel": "whole path", "case": f"{bench.model.name} N={length} {name}", "dtype": dtype}
+    row = {"kernel": "whole path", "case": f"{bench.model.name} N={length} {name}", "dtype": bench.scenario.dtype_name}
     row |= {"backend": bench.model.decoder.kernels.name, "tolerance": tolerance, "error": error}
     return [{**row, "ok": error <= tolerance}]
 

@@ -23,7 +23,7 @@ import hub_models
 import torch
 from cacheblend_store import ChunkStore
 from gpu.checks import row_error
-from gpu.steps import Cases, Context, Rows
+from gpu.context import Cases, Context, Rows
 from hub_models import HubModel, load_reference
 from parity import GREEDY, PROMPT, QUESTION, compare, write_documents
 

@@ -3,6 +3,7 @@ whose documents are restored, and of transformers; decoding; and the numbers bes
 
 from __future__ import annotations
 
+import random
 import shutil
 import statistics
 import time
@@ -15,19 +16,19 @@ import torch
 from cacheblend_store import ChunkStore
 from gpu.bench import BLOCK_SIZE, FULL, TINY
 from gpu.checks import row_error
+from gpu.context import Cases, Context, Rows
 from gpu.end_to_end import LOGITS_TOLERANCE, THEIRS
 from gpu.model import read_config
-from gpu.steps import Cases, Context, Rows
-from hybrids import CHUNK_TOKENS, QUESTION, write_documents
 from torch import Tensor
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.demo import model_dir
+from cacheblend_cli.demo import handbook_dir, model_dir
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
+from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 SMALL: dict[str, Any] = {
@@ -37,6 +38,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 NARROW = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 2048}
 """A few layers and small products, with the heads of the whole model."""
+CHUNK_TOKENS, QUESTION = 512, "What does the keeper of the harbor say about the light, and who told her of the storm?"
 DOCUMENTS = {"one document": 1, "five documents": 5}
 FULL_CASE = "full"
 
@@ -71,6 +73,16 @@ def write_random(path: Path, name: str, shape: dict[str, Any], device: torch.dev
     return model.eval()
 
 
+def write_documents(folder: Path, count: int, tokens: int) -> None:
+    """Write documents of so many tokens in all, of the handbook's words."""
+    folder.mkdir(parents=True)
+    words = " ".join(page.read_text() for page in sorted(handbook_dir().glob("*.md"))).split()
+    tokenizer, rng = Tokenizer(model_dir(), 1 << 20), random.Random(0)
+    for number in range(count):
+        ids = tokenizer.encode_text(" ".join(rng.choices(words, k=2 * tokens)))[: tokens // count]
+        (folder / f"{number}.md").write_text(tokenizer.decode(ids) + "\n")
+
+
 class HybridBench:
     """An engine, transformers' model over the same weights, and a store of the same tokens in one document and in
     five."""
@@ -82,7 +94,7 @@ class HybridBench:
         self.twin = write_random(self.folder / "model", context.step, shape, self.device, self.scenario.dtype)
         config = EngineConfig(
             model=str(self.folder / "model"), device=str(self.device), block_size=BLOCK_SIZE, speculate="off",
-            dtype=str(self.scenario.dtype).removeprefix("torch."), gpu_memory_utilization=0.5,
+            dtype=self.scenario.dtype_name, gpu_memory_utilization=0.5,
         )  # fmt: skip
         self.engine = Engine.load(config)
         self.store = ChunkStore.open(self.folder / "store", mode="write")
@@ -126,7 +138,7 @@ class HybridBench:
     def _timed(self, case: str, length: int, run: Callable[[], float]) -> dict[str, Any]:
         first, *others = (run() for _ in range(1 + self.scenario.reps))
         row = {"length": self.tokens, "case": case, "prompt_tokens": length, "seconds": statistics.median(others)}
-        return {**row, "first_run_s": first, "all_seconds": others}
+        return {**row, "first_run_s": first}
 
     @torch.inference_mode()
     def theirs(self) -> Rows:
@@ -150,7 +162,7 @@ class HybridBench:
         }.items():
             tolerance = LOGITS_TOLERANCE[self.scenario.dtype]
             row = {"kernel": "whole path", "case": f"qwen3.5-0.8b N={self.tokens} {name}", "tolerance": tolerance}
-            row |= {"dtype": str(self.scenario.dtype).removeprefix("torch."), "error": error, "ok": error <= tolerance}
+            row |= {"dtype": self.scenario.dtype_name, "error": error, "ok": error <= tolerance}
             yield "checks", {**row, "backend": self.engine.model.decoder.kernels.name}
 
     def decode(self) -> Rows:

@@ -17,8 +17,10 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    hidden: int
-    intermediate: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,8 @@ def attention_inputs(
     if not contiguous:
         order = order[torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed))]
     table = torch.zeros(len(kv_lens), max(counts), dtype=torch.int32)
-    pools = [
-        torch.randn(num_blocks, block_size, num_kv_heads, head_dim, device=device, dtype=dtype, generator=gen)
-        for _ in range(2)
-    ]
+    size, kind = (num_blocks, block_size, num_kv_heads, head_dim), {"device": device, "dtype": dtype, "generator": gen}
+    pools = [torch.randn(size, **kind) for _ in range(2)]
     taken = 0
     for seq, (n, count) in enumerate(zip(kv_lens, counts, strict=True)):
         blocks = order[taken : taken + count]
@@ -74,7 +74,7 @@ def attention_inputs(
     for pool in pools:
         pool[0] = torch.nan
     flat = torch.cat(positions)
-    q = torch.randn(len(flat), num_heads, head_dim, device=device, dtype=dtype, generator=gen)
+    q = torch.randn(len(flat), num_heads, head_dim, **kind)
     cu_rows = torch.tensor([0, *(len(rows) for rows in positions)]).cumsum(0).int()
     meta = AttentionMetadata(
         positions=flat.to(device),
@@ -106,28 +106,13 @@ def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: to
     else:
         chosen = round((length - suffix) * float(share.rstrip("%")) / 100)
         positions = torch.cat((scattered_positions(length - suffix, chosen), last))
-    return attention_inputs(
-        [positions],
-        [length],
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        device,
-        contiguous=kind == "full",
-    )
+    return attention_inputs([positions], [length], *shape.heads, device, contiguous=kind == "full")
 
 
 def decode_inputs(shape: Shape, batch: int, length: int, device: torch.device, seed: int = 0) -> AttentionInputs:
     """Return one row per sequence at the last of `length` positions, in scattered blocks."""
-    return attention_inputs(
-        [torch.tensor([length - 1])] * batch,
-        [length] * batch,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        device,
-        seed=seed,
-    )
+    last = [torch.tensor([length - 1])] * batch
+    return attention_inputs(last, [length] * batch, *shape.heads, device, seed=seed)
 
 
 def rope_tables(num_rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,8 @@
 """Log of a run of `gpu_check.py` as JSON lines, and the result assembled from it.
 
-A line is {step, case, process, event, on}. Events: "ready"; "start"; "row", with `part` and `row`; "slow", with the
-`limit` of a slow start; "done"; "fault" and "skipped", with `message`; "end" if one of `processes` processes has
-reached the end of its cases; "again" for a case to repeat. `on` names the device and the versions. A case ends with
-"done", "fault" or "skipped"; a resumed run ignores the rows of others. Several processes append to one file: a line is
-one write.
+A line is {step, case, process, event}. Events: "ready"; "start"; "row", with `part` and `row`; "slow", with the `limit`
+of a slow start; "done"; "fault" and "skipped", with `message`. A case ends with "done", "fault" or "skipped". Several
+processes append to one file: a line is one write.
 """
 
 from __future__ import annotations
@@ -12,45 +10,30 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 OVER = ("done", "fault", "skipped")
 ASSUMED = {"device_copy_gb_s": 3000.0, "matmul_tflop_s": 790.0, "host_to_device_gb_s": 55.0}
 """An H100's ceilings, used where one could not be measured."""
+PARTS = ("environment", "times", "profiles", "load", "decode", "checks", "kernels", "commands")
 
 Line = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Where:
-    """What rows depend on. Rows of one file have the same device and versions; `code` may change between calls."""
-
-    device: str
-    versions: str
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.device}; {self.versions}; code {self.code}"
-
-    def has(self, on: str) -> bool:
-        """Return whether rows with that tag may stand beside this run's."""
-        return on.startswith(f"{self.device}; {self.versions}; ")
+Row = dict[str, Any]
 
 
 class Log:
-    """Append-only log of events, tagged with `on`. process: number of the writing process among those of its step."""
+    """Append-only log of events. process: number of the writing process among those of its step."""
 
-    def __init__(self, path: Path, on: str, process: int = 0) -> None:
-        self.path, self.on, self.process = path, on, process
+    def __init__(self, path: Path, process: int = 0) -> None:
+        self.path, self.process = path, process
         self._read = 0
 
     def write(self, step: str, case: str, event: str, *, process: int | None = None, **more: Any) -> None:
         process = self.process if process is None else process
-        line = {"step": step, "case": case, "process": process, "event": event, **more, "on": self.on}
+        line = {"step": step, "case": case, "process": process, "event": event, **more}
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, (json.dumps(plain(line)) + "\n").encode())
@@ -59,18 +42,14 @@ class Log:
 
     def lines(self) -> list[Line]:
         """Return the complete lines."""
-        return read_lines(self.path)
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def new(self) -> list[Line]:
         """Return the complete lines since the last call."""
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        text = text[: text.rfind(b"\n") + 1]
-        self._read += len(text)
-        return [json.loads(line) for line in text.splitlines()]
+        lines = self.lines()
+        found, self._read = lines[self._read :], len(lines)
+        return found
 
     def over(self, step: str, process: int | None = None) -> set[str]:
         """Return the names of the cases that a step, or one of its processes, has ended; not its preparation, which has
@@ -78,129 +57,95 @@ class Log:
         ends = [n for n in self.lines() if n["step"] == step and n["event"] in OVER and n["case"]]
         return {n["case"] for n in ends if process in (None, n["process"])}
 
-    def again(self, step: str) -> set[str]:
-        """Return the cases to which a repetition is limited; empty if it is not."""
-        found = {n["case"] for n in self.lines() if n["step"] == step and n["event"] == "again"}
-        return set() if "" in found else found
-
     def started(self, step: str, process: int) -> list[str]:
         """Return the cases of a process that started and did not end."""
         over = self.over(step)
         starts = (n for n in self.lines() if n["event"] == "start" and (n["step"], n["process"]) == (step, process))
         return list(dict.fromkeys(n["case"] for n in starts if n["case"] not in over))
 
-    def resume(self, source: Path, again: bool = False) -> None:
-        """Begin with the cases of an earlier log that are done or failed. again: name failed cases and wrong numbers as
-        those to repeat, and nothing else."""
-        lines = read_lines(source)
-        ended = {(n["step"], n["case"]) for n in lines if n["event"] in ("done", "fault") and n["case"]}
-        ended |= {(n["step"], n["case"]) for n in lines if n["event"] == "end"}
-        bad = failed(lines) if again else []
-        whole = {step for step, case in bad if not case}
-        kept = [n for n in lines if (n["step"], n["case"]) in ended and n["event"] not in ("skipped", "again")]
-        kept = [
-            n for n in kept if (n["step"], n["case"]) not in bad and not (n["event"] == "end" and n["step"] in whole)
-        ]
-        kept += [{"step": s, "case": c, "process": 0, "event": "again", "on": self.on} for s, c in bad]
-        target = self.path.with_name(self.path.name + ".new")
-        target.write_text("".join(json.dumps(n) + "\n" for n in kept), encoding="utf-8")
-        target.replace(self.path)
+    def ceilings(self) -> Row:
+        measured = {k: v for _, part, row in rows_of(self.lines()) if part == "ceilings" for k, v in row.items()}
+        return ASSUMED | measured
 
 
-def read_lines(path: Path) -> list[Line]:
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def failed(lines: list[Line]) -> list[tuple[str, str]]:
-    """Return (step, case) of cases that failed or have a wrong number; case "" for a step's preparation."""
-    bad = [n for n in lines if n["event"] == "fault" or (n["event"] == "row" and is_wrong(n["row"]))]
-    return list(dict.fromkeys((n["step"], n["case"]) for n in bad))
-
-
-def is_wrong(row: dict[str, Any]) -> bool:
+def is_wrong(row: Row) -> bool:
     """Return whether a row has a wrong number or an exception."""
     return not row.get("ok", True) or "message" in row
 
 
-def has_work(lines: list[Line], step: str, again: bool) -> bool:
-    """Return whether a step has cases to run: not after it has reached its end, and in a repetition only if it has
-    failed cases."""
-    own = [n for n in lines if n["step"] == step]
-    if any(n["event"] == "again" for n in own):
-        return True
-    ends = {(n["process"], n["processes"]) for n in own if n["event"] == "end"}
-    complete = any(all((number, count) in ends for number in range(count)) for _, count in ends)
-    return not again and not complete
+def rows_of(lines: Iterable[Line]) -> list[tuple[str, str, Row]]:
+    """Return (step, part, row) in order."""
+    return [(line["step"], line["part"], line["row"]) for line in lines if line["event"] == "row"]
 
 
-def rows_of(lines: Iterable[Line]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (step, part, row) in order, of the last start of each case."""
-    cases: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {}
-    for line in lines:
-        key = line["step"], line["case"]
-        if line["event"] == "start":
-            cases[key] = []
-        elif line["event"] == "row":
-            cases.setdefault(key, []).append((line["step"], line["part"], line["row"]))
-    return [row for rows in cases.values() for row in rows]
-
-
-def assemble(lines: list[Line], tiny: bool) -> dict[str, Any]:
-    """Return the result that `report.py` prints: the rows of each part, failures, and what was left out."""
-    result: dict[str, Any] = {"on": sorted({n["on"] for n in lines}), "tiny": tiny, "ceilings": {}}
-    parts = ("environment", "times", "profiles", "load", "decode", "checks", "kernels", "commands", "slow", "compiled")
-    result |= {part: [] for part in parts}
+def assemble(lines: list[Line], on: str, tiny: bool, earlier: Row | None = None) -> Row:
+    """Return the result that `report.py` prints: the rows of each part, failures, and what was left out. earlier: a
+    result whose other steps are kept."""
+    result: Row = {"on": on, "tiny": tiny, "ceilings": {}, "compiled": {}} | {part: [] for part in PARTS}
+    compiled = Counter[str]()
     for step, part, row in rows_of(lines):
-        if part == "ceilings":
+        if part == "compiled":
+            compiled[row["kernel"].removesuffix("_kernel")] += 1
+        elif part == "ceilings":
             result["ceilings"] |= row
         else:
             result[part].append({"step": step, **row})
-    add_speedups(result["times"])
-    result["faults"] = [f"{', '.join(filter(None, key))}: {n['message']}" for key, n in _ends(lines, "fault")]
+    result["compiled"] = dict(compiled)
+    ends = [n for n in lines if n["event"] in ("fault", "skipped")]
+    result["faults"] = [_named(n["step"], n["case"], n["message"]) for n in ends if n["event"] == "fault"]
     left_out: dict[tuple[str, str], list[str]] = {}
-    for (step, case), line in _ends(lines, "skipped"):
-        left_out.setdefault((step, line["message"]), []).append(case or "all of it")
+    for n in (n for n in ends if n["event"] == "skipped"):
+        left_out.setdefault((n["step"], n["message"]), []).append(n["case"])
     result["skipped"] = [
-        f"{step}, {cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}: {message}"
+        _named(step, f"{cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}", message)
         for (step, message), cases in left_out.items()
     ]
     result["faults"] += [f"{k['kernel']} {k['case']}: {k['message']}" for k in result["kernels"] if "message" in k]
     result["kernels"] = [k for k in result["kernels"] if "message" not in k]
+    result["checks"] = summed_checks(result["checks"])
+    if earlier:
+        steps = {line["step"] for line in lines if line["event"] == "ready"}
+        for part in PARTS:
+            result[part] = [row for row in earlier[part] if row["step"] not in steps] + result[part]
+    result["times"] = with_speedups(result["times"])
     result["assumed"] = [name for name in ASSUMED if name not in result["ceilings"]]
     result["ceilings"] = ASSUMED | result["ceilings"]
-    return result
+    return plain(result)  # type: ignore[no-any-return]
 
 
-def _ends(lines: list[Line], event: str) -> list[tuple[tuple[str, str], Line]]:
-    return [((n["step"], n["case"]), n) for n in lines if n["event"] == event]
+def _named(step: str, case: str, message: str) -> str:
+    return f"{', '.join(filter(None, (step, case)))}: {message}"
 
 
-def add_speedups(times: list[dict[str, Any]]) -> None:
-    """Add the speed-up over the full prefill of the same model and length to each time."""
-    full = {(row["step"], row["length"]): row for row in times if row["case"] == "full"}
-    for row in times:
-        if row["case"] != "full" and (whole := full.get((row["step"], row["length"]))):
-            row["speedup"] = whole["seconds"] / row["seconds"]
-            if "floor_s" in row:
-                row["speedup_ceiling"] = whole["floor_s"] / row["floor_s"]
+def summed_checks(rows: list[Row]) -> list[Row]:
+    """Return a row per step, kernel, backend and dtype: number of cases, the largest error, the largest tolerance, and
+    the cases that are wrong."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["step"], row["kernel"], row["backend"], row["dtype"]), []).append(row)
+    return [
+        dict(zip(("step", "kernel", "backend", "dtype"), key, strict=True))
+        | {
+            "cases": len(own),
+            "error": max((r["error"] for r in own if r["error"] is not None), default=None),
+            "tolerance": max(r["tolerance"] for r in own),
+            "wrong": [{k: r.get(k) for k in ("case", "error", "tolerance", "message")} for r in own if is_wrong(r)],
+        }
+        for key, own in groups.items()
+    ]
+
+
+def with_speedups(times: list[Row]) -> list[Row]:
+    """Return the times with the speed-up over the full prefill of the same model and length."""
+    full = {(row["step"], row["length"]): row["seconds"] for row in times if row["case"] == "full"}
+    own = [full.get((row["step"], row["length"])) if row["case"] != "full" else None for row in times]
+    return [row | ({"speedup": f / row["seconds"]} if f else {}) for row, f in zip(times, own, strict=True)]
 
 
 def plain(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
+    """Replace NaN and infinity, which JSON does not have, by null, and round to eight digits."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Budget:
-    """Seconds from construction on."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        return self._end - time.monotonic()
+    return (float(f"{value:.8g}") if math.isfinite(value) else None) if isinstance(value, float) else value

@@ -21,28 +21,14 @@ from cacheblend_cli.model.weight_map import expected_shapes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TINY_CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_act": "silu", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-    "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -93,12 +79,10 @@ def transformers_model(model: RandomModel) -> Any:
     twin_config = AutoConfig.for_model(config.pop("model_type"), **config)
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(twin_config, dtype=decoder.dtype, attn_implementation="sdpa")
-    ours = model.weights
-    state = {}
-    for name, (shape, target, start, _) in expected_shapes(spec).items():
-        state[name] = ours[target][start : start + shape[0]]
+    shapes = expected_shapes(spec).items()
+    state = {name: model.weights[target][start : start + shape[0]] for name, (shape, target, start, _) in shapes}
     if spec.tied:
-        state["lm_head.weight"] = ours["lm_head"]
+        state["lm_head.weight"] = model.weights["lm_head"]
     twin.load_state_dict(state, strict=True, assign=True)
     with decoder.device:  # RoPE frequencies are not parameters, and the "meta" device has none
         twin.model.rotary_emb = type(twin.model.rotary_emb)(twin_config)

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from gpu.log import Line, Log, has_work
-from gpu.plan import CLOSING_S, QUIET_S, SLOW_STARTS, Part, weights
+from gpu.log import Line, Log
+from gpu.plan import CLOSING_S, QUIET_S, SLOW_STARTS, Part
 
 NO_TIME = "no time was left"
-STARTED = "(start)"
 TICK_S = 0.2
 LEAST_S = 2.0  # a part with less is not started
 
@@ -41,22 +40,17 @@ Spawn = Callable[[Part, int, float], Child]
 
 
 class Runner:
-    """Runs parts, in order. again: only failed cases, see `Log.resume`."""
+    """Runs parts, in order."""
 
-    def __init__(self, log: Log, spawn: Spawn, seconds: float, clock: Clock, *, again: bool = False) -> None:
-        self.log, self.spawn, self.clock, self._again = log, spawn, clock, again
+    def __init__(self, log: Log, spawn: Spawn, seconds: float, clock: Clock) -> None:
+        self.log, self.spawn, self.clock = log, spawn, clock
         self.end = clock.now() + seconds - CLOSING_S
 
     def run(self, plan: Sequence[Part], on_part: Callable[[Part, float], None], after: Callable[[], None]) -> None:
-        """Run the parts that have work. on_part: callback with the seconds of the next part; after: after each."""
-        lines = self.log.lines()
-        # in a repetition, what the second call alone does has its time too
-        todo = [part for part in plan if has_work(lines, part.name, self._again and part.call == 1)]
-        seconds_of = weights(todo, self._again)
-        for index, part in enumerate(todo):
-            later = zip(seconds_of[index:], todo[index:], strict=True)
-            rest = sum(s for s, other in later if self._again or other.call == part.call)
-            seconds = (self.end - self.clock.now()) * seconds_of[index] / rest
+        """Run the parts. on_part: callback with the seconds of the next part; after: after each."""
+        for index, part in enumerate(plan):
+            left = sum(other.seconds for other in plan[index:])
+            seconds = (self.end - self.clock.now()) * part.seconds / left
             if seconds < LEAST_S:
                 self.log.write(part.name, "", "skipped", message=NO_TIME)
                 continue
@@ -65,7 +59,7 @@ class Runner:
             after()
 
     def run_part(self, part: Part, seconds: float) -> None:
-        limit = min(self.clock.now() + seconds, self.end)
+        limit = self.clock.now() + seconds
         running = [Process(self, part, number, limit) for number in range(part.processes)]
         while running:
             self.clock.sleep(TICK_S)
@@ -77,31 +71,28 @@ class Runner:
 
 class Process:
     """One of a part's processes, and those that continue behind the cases at which it ended. limit: time at which the
-    part ends; the first one's imports do not count."""
+    part ends."""
 
     def __init__(self, runner: Runner, part: Part, number: int, limit: float) -> None:
         self._runner, self._part, self._number, self._limit = runner, part, number, limit
-        self._log, self._clock, self._stretches = runner.log, runner.clock, True
+        self._log, self._clock = runner.log, runner.clock
         self._start()
 
     def _start(self) -> None:
-        self._begun, self._num_over = self._clock.now(), self._count_over()
-        self._heard, self._patience, self._silent = self._begun, SLOW_STARTS["start"], True
-        self._child = self._runner.spawn(self._part, self._number, self._limit - self._begun)
+        self._heard, self._patience = self._clock.now(), SLOW_STARTS["start"]
+        self._num_over, self._ready = self._count_over(), False
+        self._child = self._runner.spawn(self._part, self._number, self._limit - self._heard)
 
     def hear(self, line: Line) -> None:
         """Take note of a line of the log."""
-        if (line["step"], line["process"]) != (self._part.name, self._number) or line["case"] == STARTED:
+        if (line["step"], line["process"]) != (self._part.name, self._number):
+            return
+        self._ready |= line["case"] == "(ready)"
+        if not self._ready:  # the last words of the process before
             return
         self._heard = self._clock.now()
         if line.get("part") != "compiled":  # a kernel in the middle of something else
             self._patience = line["limit"] if line["event"] == "slow" else QUIET_S
-        if self._silent:
-            self._silent, taken = False, self._heard - self._begun
-            row = {"what": "start", "seconds": taken}
-            self._write(STARTED, "row", part="slow", row=row)
-            if self._stretches:
-                self._limit, self._stretches = min(self._limit + taken, self._runner.end), False
 
     def goes_on(self) -> bool:
         """End the process if it hangs or its time is up, and continue behind a case that ended it. Returns whether the
@@ -111,7 +102,7 @@ class Process:
             return False
         if code is not None:
             return self._continue("fault", f"the process ended with {code}")
-        if now >= (self._runner.end if self._silent and self._stretches else self._limit):
+        if now >= self._limit:
             self._child.stop(stack=False)
             return self._continue("skipped", NO_TIME)
         if now - self._heard > self._patience:
@@ -122,12 +113,12 @@ class Process:
     def _continue(self, event: str, message: str) -> bool:
         """Note how the running case ended. Start another process if at least one more case is over."""
         name = self._part.name
-        unfinished = self._log.started(name, self._number)
-        for case in unfinished:
-            self._write(case, event, message=message)
+        for case in self._log.started(name, self._number):
+            self._log.write(name, case, event, process=self._number, message=message)
         moved = self._count_over() > self._num_over
-        if not moved and not self._told():
-            self._write("", event, message=message)
+        own = [n for n in self._log.lines() if (n["step"], n["process"]) == (name, self._number)]
+        if not moved and not (own and own[-1]["event"] == "fault"):  # its preparation failed, and it did not say why
+            self._log.write(name, "", event, process=self._number, message=message)
         if not moved or self._clock.now() >= self._limit - LEAST_S:
             return False
         self._start()
@@ -135,12 +126,3 @@ class Process:
 
     def _count_over(self) -> int:
         return len(self._log.over(self._part.name, self._number))
-
-    def _told(self) -> bool:
-        """Return whether the process itself has said why its preparation failed."""
-        lines = (n for n in self._log.lines() if n["case"] != STARTED)
-        own = [n for n in lines if (n["step"], n["process"]) == (self._part.name, self._number)]
-        return bool(own) and own[-1]["event"] == "fault"
-
-    def _write(self, case: str, event: str, **more: object) -> None:
-        self._log.write(self._part.name, case, event, process=self._number, **more)

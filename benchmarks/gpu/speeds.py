@@ -1,16 +1,18 @@
 """Speed of each kernel against its ceiling (copy bandwidth or bf16 matrix product), and its error against fp64.
 
-`works` yields the measurements of a family, `measure_work` runs one; both run on the CPU too, with the torch backend.
+They run on the CPU too, with the torch backend.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from cacheblend_kernels import (
     AttentionParams,
     KernelBackend,
@@ -20,15 +22,38 @@ from cacheblend_kernels import (
     Slots,
     select_backend,
 )
+from gpu.context import Cases, Context, Rows
 from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
-from gpu.sdpa import sdpa_prefill
 from gpu.timing import Call, median_seconds, num_input_sets
 from kernel_references import stored_kv
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
-TINY = Shape("tiny", num_heads=4, num_kv_heads=2, head_dim=32, hidden=128, intermediate=256)
+LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128)
+TINY = Shape("tiny", num_heads=4, num_kv_heads=2, head_dim=32)
 SUFFIX = 64
+PLANNED_ROWS = 256
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def sdpa_prefill(q: Tensor, cache: LayerCache, first_slot: int, scale: float, kernel: str) -> Tensor:
+    """Causal attention of rows 0..n-1, [n, num_heads, head_dim], over the pool's slots first_slot..first_slot + n - 1.
+
+    kernel: the SDPA backend. cuDNN makes a plan per length, so lengths are padded to multiples of PLANNED_ROWS, with
+    zeros after a copy of K and V, since unused slots of the pool may hold NaN. No row sees the padding.
+    """
+    num_rows, (num_kv_heads, head_dim) = q.shape[0], cache.k.shape[2:]
+    missing = -num_rows % PLANNED_ROWS if kernel == "cudnn" else 0
+
+    def laid_out(x: Tensor) -> Tensor:  # [1, heads, rows, head_dim]
+        return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).transpose(0, 1)[None]
+
+    k, v = (pool.view(-1, num_kv_heads, head_dim)[first_slot : first_slot + num_rows] for pool in (cache.k, cache.v))
+    with sdpa_kernel(SDPA[kernel]):
+        out = F.scaled_dot_product_attention(
+            laid_out(q), laid_out(k), laid_out(v), is_causal=True, scale=scale, enable_gqa=True
+        )
+    return out[0].transpose(0, 1)[:num_rows].contiguous()
 
 
 @dataclass(frozen=True)
@@ -46,39 +71,19 @@ class Work:
     flops: int = 0
 
 
-def _device_copy(device: torch.device, tiny: bool) -> float:
-    """Return GB/s, bytes read plus bytes written."""
-    size = 1 << (20 if tiny else 31)
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255) for _ in range(2))
-    return 2 * size / median_seconds([partial(target.copy_, source)], device, reps=10) / 1e9
+def cases(context: Context) -> Cases:
+    def run(work: Work) -> Rows:
+        yield "kernels", measure_work(work, context.device, context.tiny, context.log.ceilings())
+        context.synchronize()
 
-
-def _matmul(device: torch.device, tiny: bool) -> float:
-    """Return TFLOP/s in bf16."""
-    n = 256 if tiny else 8192
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * n**3 / median_seconds([partial(torch.matmul, a, b)], device, reps=10) / 1e12
-
-
-def _host_to_device(device: torch.device, tiny: bool) -> float:
-    """Return GB/s from pinned memory."""
-    pinned = torch.empty(1 << (20 if tiny else 28), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty_like(pinned, device=device)
-    up = median_seconds([partial(there.copy_, pinned, non_blocking=True)], device, reps=10, graph=False)
-    return pinned.numel() / up / 1e9
-
-
-CEILINGS: dict[str, Callable[[torch.device, bool], float]] = {
-    "device_copy_gb_s": _device_copy,
-    "matmul_tflop_s": _matmul,
-    "host_to_device_gb_s": _host_to_device,
-}
-"""Measurements of the device's ceilings."""
-
-
-def works(family: str, device: torch.device, tiny: bool) -> Iterator[Work]:
-    """Yield the measurements of one of FAMILIES."""
-    return next(make for make in _WORK if make.__name__ == f"_{family}")(device, tiny)
+    for make in FAMILIES:
+        try:
+            for work in make(context.device, context.tiny):
+                yield f"{work.kernel} {work.case}", partial(run, work)
+        except Exception as error:  # inputs of this family; others continue
+            traceback.print_exc()
+            message = f"{make.__name__[1:]}: {type(error).__name__}: {error}"
+            context.log.write(context.step, "", "fault", message=message)
 
 
 def measure_work(work: Work, device: torch.device, tiny: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
@@ -235,11 +240,10 @@ def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
         yield Work("load_kv", f"{codec}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows + read)
 
 
-_WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
+FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [
     _prefill_attention,
     _decode_attention,
     _blend,
     _load_kv,
     _rope_and_cache,
-)
-FAMILIES = tuple(make.__name__[1:] for make in _WORK)
+]

@@ -20,15 +20,13 @@ def median_seconds(calls: Sequence[Call], device: torch.device, *, reps: int = 2
     events (graph=False: launched one by one). On the CPU they run in turn, timed by the host's clock.
     """
     if device.type != "cuda":
-        for call in calls:
-            call()
         times = []
-        for _ in range(reps):
+        for _ in range(1 + reps):
             start = time.perf_counter()
             for call in calls:
                 call()
             times.append(time.perf_counter() - start)
-        return statistics.median(times) / len(calls)
+        return statistics.median(times[1:]) / len(calls)
     _warm_up(calls, device)
     if graph:
         captured = torch.cuda.CUDAGraph()

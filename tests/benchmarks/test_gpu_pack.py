@@ -1,4 +1,4 @@
-"""tools/gpu_pack.py: kernels compiled without a GPU are found by another checkout, and the commands fit."""
+"""tools/gpu_pack.py: kernels compiled without a GPU are found by another checkout, and the command fits."""
 
 from __future__ import annotations
 
@@ -68,22 +68,17 @@ def test_packed_kernels_are_hit_from_another_checkout(pack: ModuleType, tmp_path
     other = tmp_path / "checkout"
     for part in ("tools", "benchmarks/gpu", "kernels", "tests/support"):
         shutil.copytree(ROOT / part, other / part, ignore=shutil.ignore_patterns("__pycache__"))
-    told = compiled_by(other, there, tmp_path / "second")
-    assert told.startswith(str(other))
-    assert ":True" in told
-    assert ":False" not in told
+    found = compiled_by(other, there, tmp_path / "second")
+    assert found.startswith(str(other))
+    assert ":True" in found
+    assert ":False" not in found
 
 
-def test_the_commands_say_how_long_they_take_and_fit_a_call(pack: ModuleType) -> None:
-    told = pack.commands(ROOT / ".gpu")
-    found = re.findall(r"at most (\d+) s .*\n  (.*)", told)
-    assert len(found) == 2
-    assert sum(int(limit) for limit, _ in found) + 2 * pack.PREPARATION_S < 15 * 60
-    for limit, command in found:
-        assert len(command) < 2000
-        assert "--pack .gpu" in command
-        assert 60 * float(command.split()[-1]) < int(limit) <= 600
-    assert "--resume --again" in found[1][1]
+def test_the_command_fits_a_call(pack: ModuleType) -> None:
+    text = pack.commands(ROOT / ".gpu")
+    [limit] = re.findall(r"at most (\d+) s", text)
+    assert 60 * pack.MINUTES < int(limit) <= 600
+    assert "gpu_check.py --pack .gpu" in text
 
 
 def test_the_wheels_are_pinned(pack: ModuleType) -> None:

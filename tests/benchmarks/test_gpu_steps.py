@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from cacheblend_cli.engine.worker import memory
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu import end_to_end, sdpa  # noqa: E402
-from gpu.log import Budget, Log  # noqa: E402
-from gpu.steps import Context, run_step  # noqa: E402
+from gpu import end_to_end, speeds  # noqa: E402
+from gpu.context import Context  # noqa: E402
+from gpu.log import Log  # noqa: E402
+from gpu.steps import run_step  # noqa: E402
 from gpu.timing import summed  # noqa: E402
 
 
@@ -53,9 +55,9 @@ def test_a_part_runs_on_a_device(
     step: str, least: int, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(end_to_end, "profile", profiled)
-    monkeypatch.setitem(sdpa.SDPA, "cudnn", sdpa.SDPA["flash"])  # a CPU has no cuDNN
-    log = Log(tmp_path / "log.jsonl", "fake", 0)
-    code = run_step(Context(step, torch.device("cuda", 0), True, tmp_path, log, Budget(600)))
+    monkeypatch.setitem(speeds.SDPA, "cudnn", speeds.SDPA["flash"])  # a CPU has no cuDNN
+    log = Log(tmp_path / "log.jsonl")
+    code = run_step(Context(step, torch.device("cuda", 0), True, tmp_path, log, time.time() + 600))
     lines = log.lines()
     assert code == 0
     assert gc.get_freeze_count() > 0

@@ -1,133 +1,132 @@
-"""benchmarks/peers.py: machines are kept side by side, and llama.cpp runs where its AMX code dies."""
+"""benchmarks/peers.py and random_blocks.py: runs are kept by machine, CPU time beyond imports, rows left out, a file of
+random blocks."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
-from urllib.request import urlopen
 
+import gguf
+import numpy as np
 import pytest
+from cacheblend_kernels import compiled
+from gguf import GGMLQuantizationType as Kind
 
 PROGRAM = """
-import json, os, signal, sys, time
-if "plain" not in sys.argv[1:] and {dies}:
-    os.kill(os.getpid(), signal.SIGILL)
+import json, os, time
+assert "OMP_NUM_THREADS" not in os.environ
 now = time.time()
-print(json.dumps({{"loaded": now, "first": now + 1, "last": now + 3}}))
+print(json.dumps({"loaded": now, "first": now + 1, "last": now + 3}))
 """
+LOADS = """print('{"cpu": 4.0, "modules": []}')"""
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = importlib.import_module("peers")
-    monkeypatch.setattr(module, "RESULTS", tmp_path / "peers.json")
-    return module
+    return importlib.import_module("peers")
 
 
-def measure(peers: ModuleType, machine: str, **dies: bool) -> dict[str, Any]:
-    result = peers.results_of(peers.RESULTS, machine, anew=False) | {"shape": "tiny"}
-    result["machines"][machine]["hardware"] = {"cores": 2, "memory_gib": 8, "torch": "2"}
-    commands = {
-        name.replace("_", "."): [sys.executable, "-c", PROGRAM.format(dies=value)] for name, value in dies.items()
-    }
-    peers.measure(commands, result, machine, 0.0, float("inf"))
-    return json.loads(peers.RESULTS.read_text())["machines"]
+@pytest.fixture
+def shape_file(peers: ModuleType, tmp_path: Path) -> Path:
+    like, file = tmp_path / "like.gguf", tmp_path / "shape.gguf"
+    writer = gguf.GGUFWriter(like, "qwen2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(300)])
+    writer.add_bos_token_id(7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    blocks = importlib.import_module("random_blocks")
+    blocks.write_file(file, like, blocks.Shape(layers=8, dim=256, mlp_dim=512, heads=4, kv_heads=2))
+    return file
 
 
-def test_a_program_that_dies_of_its_amx_code_runs_without_it(peers: ModuleType) -> None:
-    machines = measure(peers, "Xeon, AMX", llama_cpp=True, vLLM=True)
-    assert {name: len(runs) for name, runs in machines["Xeon, AMX"]["runs"].items()} == {"llama.cpp": 1, "vLLM": 0}
-    assert list(machines["Xeon, AMX"]["notes"]) == ["llama.cpp"]
-    page = peers.RESULTS.with_suffix(".md").read_text()
-    assert "| llama.cpp * | " in page
-    assert "use_extra_bufts=False" in page
-
-
-def test_another_machine_is_kept_beside_the_first(peers: ModuleType) -> None:
-    measure(peers, "one", vLLM=False)
-    machines = measure(peers, "two", vLLM=False)
-    assert [len(here["runs"]["vLLM"]) for here in machines.values()] == [1, 1]
-    page = peers.RESULTS.with_suffix(".md").read_text()
-    assert page.index("## one") < page.index("## two")
-    assert list(peers.results_of(peers.RESULTS, "one", anew=True)["machines"]) == ["two", "one"]
-    assert peers.results_of(peers.RESULTS, "one", anew=True)["machines"]["one"]["runs"] == {}
-
-
-SERVER = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Fake(BaseHTTPRequestHandler):
-    def do_GET(self):
-        if self.path == "/large": bytes(b"x" * (64 << 20))
-        self.reply(json.dumps({"data": [{"id": "tiny"}]}))
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["prompt"] == [1, 2, 3] and asked["max_tokens"] == 100, asked
-        self.reply("".join(f"data: {json.dumps({'choices': [{'token_ids': [7]}]})}\\n\\n" for _ in range(100)) + "data: [DONE]\\n\\n")
-    def reply(self, text):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-    def log_message(self, *about): pass
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Fake).serve_forever()
-"""
-
-
-def test_a_server_that_runs_is_asked_and_its_memory_is_counted(
-    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    python = tmp_path / "python"
-    python.write_text(f"#!{sys.executable} -u\n{SERVER}")
-    python.chmod(0o700)
-    (tmp_path / "ids.json").write_text("[1, 2, 3]")
-    with peers.VllmServer(peers.Models(tmp_path), str(python)) as server:
-        found = peers.run(server.command("alone"), server=server)
-        assert server.cpu_s() > 0
-        assert found["peak_mib"] > server.peak_mib() > 1
-        small = server.peak_mib()
-        urlopen(f"{server.url}/large").close()
-        assert server.peak_mib() > small + 32
-        server.forget_peaks()
-        assert server.peak_mib() < small + 32
-        [pid] = server._stats()
-        assert b"OMP_NUM_THREADS" not in Path(f"/proc/{pid}/environ").read_bytes()
-        assert 0 < found["first_s"] <= found["process_first_s"] <= found["process_last_s"]
-    assert server.cpu_s() == 0
-
-
-SERVE = """
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Fake(BaseHTTPRequestHandler):
-    def do_GET(self): self.begin()
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["stream"] and asked["chunks"] == ["a", "b"], asked
-        self.begin()
-        for piece in ({"choices": [{}]}, {"choices": [{}], "blend": {"notes": [], "timing": {"ttft_s": 0.001}}}, {"choices": [], "usage": {"completion_tokens": 100}}):
-            self.wfile.write(f"data: {json.dumps(piece)}\\n\\n".encode())
-            self.wfile.flush()
-        self.wfile.write(b"data: [DONE]\\n\\n")
-    def begin(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *about): pass
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Fake).serve_forever()
-"""
-
-
-def test_a_blended_answer_is_timed_by_its_server_and_its_end(
+def test_a_row_is_run_until_the_time_is_over_and_a_program_that_fails_once(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("peer_vllm")
-    monkeypatch.setattr(module, "CLI", [sys.executable, "-c", SERVE])
-    models = SimpleNamespace(machine=lambda precision: [], chunks=lambda precision: "a,b")
-    found = module.blended("http://unused", models, "unused")
-    assert found["first"] - found["loaded"] == pytest.approx(0.001, abs=1e-4)
-    assert found["loaded"] < found["last"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    here, kept = dict[str, Any](runs={}), list[int]()
+    python = [sys.executable, "-c"]
+    rows = {"works": ([*python, PROGRAM], [*python, LOADS]), "fails": ([*python, "1 / 0"], [*python, LOADS])}
+    arguments = argparse.Namespace(seconds=0.0, busy=0, others=float("inf"))
+    peers.measure(rows, here, arguments, lambda: kept.append(1))
+    assert {name: len(runs) for name, runs in here["runs"].items()} == {"works": 1, "fails": 0}
+    [run] = here["runs"]["works"]
+    assert run["first_s"] == pytest.approx(1, abs=0.01)
+    assert run["load_cpu_s"] == 4.0
+    assert run["peak_mib"] > 1
+    assert kept == [1]
+
+
+def test_a_file_of_random_blocks_has_the_layout_of_q4_k_m(shape_file: Path) -> None:
+    reader = gguf.GGUFReader(shape_file)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    downs = [found[f"blk.{layer}.ffn_down.weight"].tensor_type.name for layer in range(8)]
+    assert downs == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+    assert found["output.weight"].tensor_type == Kind.Q6_K
+    assert list(found["blk.0.attn_k.weight"].shape) == [256, 128]
+    assert len(reader.fields["tokenizer.ggml.tokens"].contents()) == found["token_embd.weight"].shape[1] == 300
+    assert reader.fields["tokenizer.ggml.bos_token_id"].contents() == 7
+    weights = gguf.dequantize(found["blk.0.ffn_up.weight"].data, Kind.Q4_K)
+    assert 0.01 < np.std(weights) < 0.04
+    assert not shape_file.with_suffix(".part").exists()
+
+
+def test_the_cpu_time_of_imports_is_subtracted(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = 'import json, sys\nassert json.load(sys.stdin) == ["json"]\nprint(json.dumps({"cpu": 1.5}))'
+    monkeypatch.setattr(peers, "IMPORTS", imports)
+    loads = """print('{"cpu": 4.0, "modules": ["json"]}')"""
+    assert peers.load_cpu_s([sys.executable, "-c", loads]) == 2.5
+
+
+def test_a_program_is_cut_where_its_model_is_loaded(peers: ModuleType) -> None:
+    for program in (peers.LLAMA_CPP, peers.TRANSFORMERS, peers.OURS):
+        cut = peers.only_loading(program)
+        compile(cut, "program", "exec")
+        assert "process_time()" in cut
+        assert cut.count("print") == 1
+
+
+def test_what_does_not_fit_or_cannot_be_forced_is_named(
+    peers: ModuleType, shape_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_ours_is_avx2", lambda: False)
+    monkeypatch.setattr(peers, "_version", lambda python: "1")
+    monkeypatch.setattr(peers, "find_spec", lambda name: name == "accelerate")
+    (tmp_path / "shape chunks").write_text("a,b")
+    file = peers.Model(shape_file, tmp_path, "shape")
+    rows, left_out = peers.rows_of_file(file, None, avx2=False, memory_gib=64)
+    assert {"shape: cacheblend, full", "shape: cacheblend, query .15"} < set(rows)
+    assert [line.split(":")[0] for line in left_out] == ["llama.cpp"]
+    assert {name for name in rows if "transformers" in name} == {
+        f"shape: transformers, dequantised to {dtype}" for dtype in ("float32", "bfloat16")
+    }
+    rows, left_out = peers.rows_of_file(file, "python", avx2=True, memory_gib=64)
+    assert not any("cacheblend" in name or "bfloat16" in name for name in rows)
+    assert [line.split(":")[0] for line in left_out] == ["cacheblend"]
+    rows, left_out = peers.rows_of_file(file, "python", avx2=False, memory_gib=0)
+    assert not any("transformers" in name for name in rows)
+    assert any("does not fit" in line for line in left_out)
+
+
+def test_a_variable_of_torch_limits_the_compiled_code_to_avx2(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled.loaded("_cpu_avx2") is None:
+        pytest.skip("the compiled code for AVX2 was not built, or does not load")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert peers._ours_is_avx2()
+
+
+def test_the_page_has_a_part_per_machine_and_what_is_left_out(peers: ModuleType) -> None:
+    run = dict.fromkeys(peers.COLUMNS.values(), 2.0)
+    here = {"hardware": {"cores": 2, "memory_gib": 8, "torch": "2"}, "runs": {"f: llama.cpp": [run]}}
+    machines = {"one, AVX2": here | {"left_out": ["llama.cpp: none"]}, "two, AMX": here}
+    page = peers.page({"machines": machines}, "peers_files")
+    assert page.index("## one, AVX2") < page.index("Left out: llama.cpp: none.") < page.index("## two, AMX")
+    assert "| f: llama.cpp | 2.00 | 2.00 | 2.00 | 2.0 | 2 | 1 |" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -83,7 +82,7 @@ def test_a_float32_checkpoint_has_the_weights_of_the_file(
     size = blocks[0].nbytes
     stored = {f"{place}.weight": conversion.StoredTensor("Q8_0", (4, 32), place * size, size) for place in range(2)}
     conversion.write_index(converted, file, file.stat(), stored)
-    monkeypatch.setattr(conversion, "model_dir_of", lambda file: converted)
+    monkeypatch.setattr(speculation, "model_dir_of", lambda file: converted)
     assert speculation.write_float32(file, out) == out
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     with safe_open(out / "model.safetensors", "pt") as weights:
@@ -96,7 +95,7 @@ def test_a_float32_checkpoint_has_the_weights_of_the_file(
 def test_the_page_has_ratios_of_all_seconds_and_of_each_round(speculation: ModuleType) -> None:
     one = {"answers": 1, "decoded": 10, "accepted": 5, "proposed": 8, "off_s": 4.0, "auto_s": 1.0}
     rounds = [{"quote": one, "free": one}, {"quote": one | {"auto_s": 3.0}}]
-    page = speculation.table(result_of(rounds))
+    page = speculation.page(result_of(rounds))
     assert (
         "| smollm2 | Q4_1 | bfloat16 | quote | 2 | 22 | 2.00 | 10 / 16 | 2.5 | 5.0 | 2.00 | 1.33 to 4.00 | 0.00 |"
         in page
@@ -106,8 +105,3 @@ def test_the_page_has_ratios_of_all_seconds_and_of_each_round(speculation: Modul
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + len(KINDS)  # a kind without answers has a line, too
-
-
-def test_the_committed_page_is_that_of_the_committed_results(speculation: ModuleType) -> None:
-    page = speculation.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
-    assert page == speculation.table(json.loads(speculation.RESULTS.read_text(encoding="utf-8")))

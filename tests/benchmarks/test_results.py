@@ -1,0 +1,35 @@
+"""Pages of benchmarks/results are those of the committed JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PAGES = {
+    "decode": "decode", "peers": "peers", "peers_files": "peers", "prefill": "prefill", "serve": "serve", "soak": "soak",
+    "speculation": "speculation", "store": "store", "torture": "torture", "long_prompts": "prefill",
+}  # fmt: skip
+"""Result -> its script."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_the_figures_of_its_json(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script, path = importlib.import_module(PAGES[name]), BENCHMARKS / "results" / f"{name}.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    page = (
+        script.long_page(result)
+        if name == "long_prompts"
+        else script.page(result, *[name] * (script.__name__ == "peers"))
+    )
+    importlib.import_module("machine").save(result, tmp_path / path.name, page)
+    assert (tmp_path / path.name).read_text() == path.read_text()
+    assert (tmp_path / path.name).with_suffix(".md").read_text() == path.with_suffix(".md").read_text()
+
+
+def test_results_are_small() -> None:
+    assert sum(path.stat().st_size for path in (BENCHMARKS / "results").glob("*.*")) < 430_000
