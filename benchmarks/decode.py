@@ -1,40 +1,34 @@
-"""Where a decoded token's time goes: share of the matrix products, tensor operations and OpenMP regions of a step,
-tokens per second.
+"""Where a decoded token's time goes: share of the matrix products and of the other parts of a step, tokens per second.
 
-    python benchmarks/decode.py [--threads 1] [--folder FOLDER] [--tokens 40]
+    python benchmarks/decode.py [--threads 1] [--tokens 40]
 
-Qwen2.5-0.5B's shape with random weights (`peers.py` writes the models), a context of 2,000 tokens, one answer. With one
-thread the shares are of CPU time, which other programs hardly change; with more they are of wall-clock time, and only a
-quiet machine gives usable ones. OpenMP regions are counted where there is a C compiler. Each case is a process of its
-own.
+Qwen2.5-0.5B's shape with random weights, a context of 2,000 tokens, one answer. With one thread the shares are of CPU
+time, which other programs hardly change; with more they are of wall-clock time, and only a quiet machine gives usable
+ones. Each case is a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from cacheblend_kernels import compiled
+from cacheblend_kernels.torch_attention import onednn_multiplies
 from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_store import ChunkStore
-from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, table
-from peers import PRECISIONS, precisions, write_models
-from torch.utils._python_dispatch import TorchDispatchMode
+from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, table, write_checkpoint
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core import output_processor
@@ -51,17 +45,8 @@ from cacheblend_cli.evaluation.speed import PromptLayout, SpeedPrompt, even_leng
 from cacheblend_cli.types import BlendParams, SamplingParams
 
 CONTEXT, SUFFIX, CHUNKS = 2000, 48, 8
-COUNTER = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-long regions;
-void GOMP_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
-    static void (*own)(void (*)(void *), void *, unsigned, unsigned);
-    if (!own) own = dlsym(dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD), "GOMP_parallel");
-    regions += threads != 1;
-    own(body, data, threads, flags);
-}
-"""
+CASES = {"float32": ("float32", "auto"), "bfloat16": ("bfloat16", "auto"), "int8 weights": ("bfloat16", "int8")}
+"""Compute dtype and weight dtype."""
 PARTS = (
     (compiled, "decode_product", "products"),
     (torch.nn.functional, "linear", "products"),
@@ -106,10 +91,10 @@ class Parts:
         self.calls.clear()
 
 
-def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> Callable[[], object]:
+def steps_of(checkpoint: Path, case: str, store_folder: Path, tokens: int) -> Callable[[], object]:
     """Prefill a prompt of CONTEXT tokens, and return what computes the next token."""
-    dtype, weights = PRECISIONS[precision]
-    config = EngineConfig(model=str(folder / dtype), dtype=dtype, weight_dtype=weights, speculate="off")
+    dtype, weights = CASES[case]
+    config = EngineConfig(model=str(checkpoint), dtype=dtype, weight_dtype=weights, speculate="off")
     runtime = Runtime.load(config)
     ids, generator = ordinary_ids(runtime.model), torch.Generator().manual_seed(1)
     lengths = even_lengths(CONTEXT - SUFFIX - len(runtime.template.prefix_ids), CHUNKS)
@@ -127,41 +112,23 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> C
     return core.step
 
 
-class Operations(TorchDispatchMode):
-    """Counts of tensor operations by name, without views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[str, Any]:
+def measure(checkpoint: Path, case: str, tokens: int) -> dict[str, Any]:
     """Measure one case in this process."""
     with tempfile.TemporaryDirectory() as store:
-        step = steps_of(folder, precision, Path(store), 2 * tokens + 16)
+        step = steps_of(checkpoint, case, Path(store), 2 * tokens + 16)
     for _ in range(3):
         step()
-    found: dict[str, Any] = {}
-    if counted:
-        regions = ctypes.c_long.in_dll(ctypes.CDLL(None), "regions")
-        before = regions.value
-        step()
-        found["regions"] = regions.value - before
     others, times, cpu = Others(), list[float](), list[float]()
     for _ in range(tokens):
         wall, used = time.perf_counter(), time.process_time()
         step()
         times.append(time.perf_counter() - wall)
         cpu.append(time.process_time() - used)
-    found |= {"ms": statistics.median(times) * 1000, "cpu_ms": statistics.median(cpu) * 1000, "others": others.used()}
-    with Operations() as operations:
-        step()
-    found |= {"operations": operations.names.total(), "names": dict(operations.names.most_common())}
+    found: dict[str, Any] = {
+        "ms": statistics.median(times) * 1000,
+        "cpu_ms": statistics.median(cpu) * 1000,
+        "others": others.used(),
+    }
     parts = Parts(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
     for owner, name, part in PARTS:
         parts.time(owner, name, part)
@@ -173,21 +140,7 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     whole = parts.clock() - whole
     seconds = dict(parts.seconds.most_common()) | {"other Python and tensors": whole - parts.seconds.total()}
     found["parts_ms"] = {part: s / tokens * 1000 for part, s in seconds.items()}
-    return found | {"products": parts.calls["products"] / tokens}
-
-
-@contextmanager
-def region_counter() -> Iterator[str]:
-    """The library that counts OpenMP regions; "" without a C compiler."""
-    compiler = shutil.which("cc")
-    with tempfile.TemporaryDirectory() as folder:
-        if compiler is None:
-            yield ""
-            return
-        library = Path(folder) / "regions.so"
-        command = [compiler, "-shared", "-fPIC", "-O2", "-xc", "-", "-o", str(library), "-ldl"]
-        subprocess.run(command, input=COUNTER, text=True, check=True)
-        yield str(library)
+    return found
 
 
 def page(result: dict[str, Any]) -> str:
@@ -197,7 +150,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Qwen2.5-0.5B's shape, random weights, a context of {CONTEXT:,} tokens, one answer; a step from the scheduler to the text. Tokens/s and CPU time are medians of the "
         "steps; the parts, measured in other steps with timers around them, and the products' share are means. With one thread parts are CPU time, with more "
-        "wall-clock time. Views are not counted as operations. By `benchmarks/decode.py`.",
+        "wall-clock time. Tensor operations and OpenMP regions are those of an earlier version, views left out. By `benchmarks/decode.py`.",
     ]
     for name, machine in result.items():
         for threads, here in machine["threads"].items():
@@ -207,7 +160,9 @@ def page(result: dict[str, Any]) -> str:
                 "products' share": lambda c: f"{c['parts_ms']['products'] / sum(c['parts_ms'].values()):.0%}",
                 "tokens/s": lambda c: f"{1000 / c['ms']:.1f}" if c["others"] <= MOST_USED else "not quiet",
                 "CPU time, ms": lambda c: f"{c['cpu_ms']:.1f}",
-                "tensor operations a product": lambda c: f"{c['operations'] / c['products']:.2f}",
+                "tensor operations a product": lambda c: (
+                    f"{c['operations'] / c['products']:.2f}" if "products" in c else ""
+                ),
                 "OpenMP regions": lambda c: str(c.get("regions", "")),
                 "CPUs used by others": lambda c: f"{c['others']:.2f}",
                 **{f"{p}, ms": lambda c, p=p: f"{c['parts_ms'].get(p, 0):.2f}" for p in parts},  # type: ignore[misc]
@@ -220,30 +175,25 @@ def page(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers/checkpoints")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=2, metavar=("CASE", "CHECKPOINT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(measure(arguments.folder, arguments.case, arguments.tokens, "LD_PRELOAD" in os.environ)))
+        print(json.dumps(measure(Path(arguments.case[1]), arguments.case[0], arguments.tokens)))
         return
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    write_models(arguments.folder, arguments.config)
-    out = arguments.out / "decode.json"
+    out, threads = arguments.out / "decode.json", str(arguments.threads)
     result = read_result(out)
-    here = result.setdefault(machine_name(), {"threads": {}})["threads"].setdefault(
-        str(arguments.threads), {"cases": {}}
-    )
+    here = result.setdefault(machine_name(), {"threads": {}})["threads"].setdefault(threads, {"cases": {}})
     here["hardware"] = hardware()
-    with region_counter() as library:
-        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
-        environment |= {"LD_PRELOAD": library} if library else {}
-        for case in [name for name in precisions() if name != "float32"] or ["float32"]:
-            command = [sys.executable, __file__, "--case", case, "--folder", str(arguments.folder)]
-            command += ["--tokens", str(arguments.tokens)]
+    narrow = onednn_multiplies(torch.bfloat16) and torch.cpu._is_vnni_supported()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder) / "model", arguments.config)
+        for case in ("bfloat16", "int8 weights") if narrow else ("float32",):
+            command = [sys.executable, __file__, "--case", case, str(checkpoint), "--tokens", str(arguments.tokens)]
+            environment = os.environ | {"OMP_NUM_THREADS": threads}
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
             here["cases"][case] = json.loads(done.stdout.splitlines()[-1])
     save(result, out, page(result))

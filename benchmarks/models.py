@@ -1,4 +1,5 @@
-"""Compare every model family with transformers and with a reference implementation of blending; fill in docs/models.md.
+"""Compare every model family with transformers and with a reference implementation of blending; fill in
+results/models.md and docs/models.md.
 
     python benchmarks/models.py
 
@@ -33,7 +34,7 @@ from parity import Parity, compare, write_documents
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config
 from cacheblend_cli.model.families.refusals import UNSUPPORTED
 
-PAGE = ROOT / "docs" / "models.md"
+PARITY, PAGE = RESULTS / "models.md", ROOT / "docs" / "models.md"
 SPEEDS = read_result(RESULTS / "model_speed.json")
 
 
@@ -41,11 +42,25 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    page = PAGE.read_text(encoding="utf-8")
-    for name, block in {"table": parity_table(), "kv": kv_table(), "refused": refused()}.items():
+    table = parity_table()
+    fill(PARITY, table=table)
+    fill(PAGE, families=families(table), kv=kv_table(), refused=refused())
+
+
+def fill(page: Path, **blocks: str) -> None:
+    """Write the blocks between their marks in a page."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in blocks.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        page = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", page, flags=re.DOTALL)
-    PAGE.write_text(page, encoding="utf-8")
+        text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+
+
+def families(table: str) -> str:
+    """Return the model_types of a parity table, those on the generic path apart."""
+    names = {path: re.findall(rf"^\| (`\S+`){path} \|", table, re.MULTILINE) for path in ("", ", generic path")}
+    own, generic = (", ".join(found) for found in names.values())
+    return f"- own layers: {own}\n- [generic path](#other-decoders-the-generic-path): {generic}\n"
 
 
 def parity_table() -> str:

@@ -1,11 +1,10 @@
 """What a user waits for with cacheblend, transformers and llama.cpp: every run is a process of its own, rows in turn.
 
-    python benchmarks/peers.py [FILE.gguf ...] [--isa avx2]   # files as downloaded: writes results/peers_files.*
-    python benchmarks/peers.py --checkpoints [--busy N]       # random weights, 16 and 32 bits: writes results/peers.*
+    python benchmarks/peers.py [FILE.gguf ...] [--isa avx2] [--seconds 1800] [--llama-python PYTHON]
 
 FILE: by default Qwen2.5-Coder-0.5B and 1.5B in Q4_K_M, as `tools/fetch_real.py` keeps them, and a file of random blocks
-in Qwen2.5-7B's shape (`random_blocks.py`; 4.7 GB). --checkpoints: Qwen2.5-0.5B's shape in float32, bfloat16 and int8,
-and GGUF files of the same weights. Models, stores and prompts are written once into --folder (--prepare: only these).
+in Qwen2.5-7B's shape (`random_blocks.py`; 4.7 GB). Stores and prompts are written once into --folder (--prepare: only
+these).
 
 A prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens, past an end of text.
 Measures the time from the start of the process to the first and the 100th token, the time to the first token once the
@@ -14,7 +13,7 @@ is loaded, less that of a process that only imports the same modules. Runs durin
 fifth of a CPU are dropped. Results are kept per machine; a run adds to this machine's rows, --anew replaces them.
 
 --llama-python: an interpreter with `xllamacpp`, whose library is built for AVX2. --isa avx2 measures what a CPU with
-AVX2 alone computes. --busy N measures beside N busy loops, in rows of their own.
+AVX2 alone computes.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from baselines import LLAMA_CPP, TRANSFORMERS, write_gguf
-from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, write_checkpoint
+from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save
 from machine import table as markdown
 
 from cacheblend_cli.cli.main import VARIABLES
@@ -51,43 +48,62 @@ SETTINGS = {
     "CACHEBLEND_SPECULATE": "off",  # a token a step, as the others
 }  # fmt: skip
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-PRECISIONS = {
-    "float32": ("float32", "auto"), "bfloat16": ("bfloat16", "auto"), "int8 weights": ("bfloat16", "int8"),
-}  # fmt: skip
-QUANTS = ("Q8_0", "Q4_0")
-BLENDS = {
-    "full": ("--mode", "full"),
-    "query .15": ("--selector", "query", "--ratio", "0.15"),
-    "query .05": ("--selector", "query", "--ratio", "0.05"),
-    "reuse": ("--mode", "reuse"),
-}
+BLENDS = {"full": ("--mode", "full"), "query .15": ("--selector", "query", "--ratio", "0.15")}
 OWN_RATIOS = dict(zip(DOWNLOADED, (".30", ".50"), strict=True))
 """Ratios that `models check` chooses on MuSiQue."""
 COLUMNS = {
     "CPU until loaded, s": "load_cpu_s",
     "process to first token, s": "process_first_s",
     "to the 100th, s": "process_last_s",
-    "first token, s": "first_s",
     "decode, tokens/s": "tokens_per_s",
     "peak memory, MiB": "peak_mib",
 }
-LEFT_OUT_COLUMN = {"peers_files": "first_s", "peers": "load_cpu_s"}
-ABOUT = {
-    "peers": """\
-# Whole processes, with other programs
-
-qwen2.5-0.5b's shape, random weights, a prompt of 2,069 tokens in 8 chunks and a question, 100 tokens of answer. Every
-run is a process of its own; medians. By `benchmarks/peers.py --checkpoints`.""",
-    "peers_files": """\
+ABOUT = """\
 # Whole processes with downloaded files
 
 GGUF files as published, and one of random blocks in Qwen2.5-7B's shape (shape7b). A prompt of about 2,000 tokens in 8
 chunks and a question, the same ids for all programs, 100 tokens of answer. Every run is a process of its own; medians.
 CPU until loaded: beyond the imports of the same modules. Peak memory: VmHWM, pages of the mapped file included. By
-`benchmarks/peers.py`.""",
-}
+`benchmarks/peers.py`."""
+TRANSFORMERS = """
+import json, os, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+path, ids, kind = sys.argv[1:]
+folder, name = os.path.split(path) if path.endswith(".gguf") else (path, None)
+model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, kind)).eval()
+row, times = torch.tensor([json.load(open(ids))]), []
+class Clock:
+    def put(self, token): times.append(time.time())
+    def end(self): pass
+loaded = time.time()
+model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=100, min_new_tokens=100, streamer=Clock())
+times = times[-100:]  # the streamer is given the prompt, too
+print(json.dumps({"loaded": loaded, "first": times[0], "last": times[-1]}))
+"""
+LLAMA_CPP = """
+import json, os, sys, time
+from urllib.request import Request, urlopen
+import xllamacpp
+path, ids = sys.argv[1:]
+prompt, params = json.load(open(ids)), xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.verbosity = path, len(prompt) + 256, 1, 0
+params.kv_unified, params.fit_params, params.ui, params.port, params.warmup = False, False, False, 0, False
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+server = xllamacpp.Server(params)
+loaded = time.time()
+body = {"prompt": prompt, "n_predict": 100, "ignore_eos": True, "temperature": 0}
+asked = Request(server.listening_address + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+timings = json.load(urlopen(asked))["timings"]
+assert timings["predicted_n"] == 100, timings
+first = loaded + timings["prompt_ms"] / 1000
+print(json.dumps({"loaded": loaded, "first": first, "last": first + timings["predicted_ms"] / 1000}), flush=True)
+os._exit(0)
+"""
 FLOAT32_TWICE = 14  # bytes of two float32 copies for a byte of a file with 4.6 bits a weight
 LOADED = "loaded = time.time()"
+"""In the programs: `python -c PROGRAM MODEL IDS KIND` prints `time.time()` when model and ids are ready, at the first
+token and at the hundredth. IDS is a JSON file, KIND the dtype."""
 REPORT = 'import json, os, sys, time\nprint(json.dumps({"cpu": time.process_time(), "modules": list(sys.modules)}), flush=True)\nos._exit(0)\n'
 OURS = f"import sys, time\nfrom cacheblend_cli import Engine\nengine = Engine.load(sys.argv[1])\n{LOADED}\n"
 ASK = """
@@ -119,8 +135,10 @@ class Model:
 
     path: Path
     folder: Path
-    name: str
-    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
 
     @property
     def ids(self) -> Path:
@@ -128,7 +146,7 @@ class Model:
 
     def command(self, *words: str) -> list[str]:
         store = self.folder / f"{self.name} store"
-        return [sys.executable, "-c", ASK, *words, "--model", str(self.path), "--store", str(store), *self.flags]
+        return [sys.executable, "-c", ASK, *words, "--model", str(self.path), "--store", str(store)]
 
     def ask(self, *flags: str) -> list[str]:
         chunks = (self.folder / f"{self.name} chunks").read_text(encoding="utf-8")
@@ -198,7 +216,7 @@ def rows_of_file(file: Model, llama: str | None, avx2: bool, memory_gib: float) 
     if avx2 and not _ours_is_avx2():
         left_out.append("cacheblend: its compiled code for AVX2 is not built")
     else:
-        blends = {name: BLENDS[name] for name in ("full", "query .15")}
+        blends = dict(BLENDS)
         if own := OWN_RATIOS.get(file.path.name):
             blends[f"query {own}"] = ("--selector", "query", "--ratio", own)
         loads = [sys.executable, "-c", only_loading(OURS), str(file.path)]
@@ -233,74 +251,11 @@ def _version(python: str) -> str:
     return output_of([python, "-c", program]).strip()
 
 
-def precisions() -> list[str]:
-    """Return those of PRECISIONS that this CPU has products for: without AVX-512 oneDNN has none in bfloat16, and
-    without VNNI no exact ones of int8."""
-    import torch
-    from cacheblend_kernels.torch_attention import onednn_multiplies
-
-    lacking = {"int8 weights"} if not torch.cpu._is_vnni_supported() else set()
-    return [n for n, (dtype, _) in PRECISIONS.items() if onednn_multiplies(getattr(torch, dtype)) and n not in lacking]
-
-
-def write_models(folder: Path, config: Path) -> None:
-    """Write checkpoints in float32 and bfloat16, and GGUF files of the same weights, where they are missing."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    plain, half = folder / "float32", folder / "bfloat16"
-    if not plain.exists():
-        write_checkpoint(plain, config)
-    if not half.exists():
-        half.mkdir()
-        for file in plain.glob("*.json"):
-            (half / file.name).write_bytes(file.read_bytes())
-        settings = json.loads((plain / "config.json").read_text()) | {"dtype": "bfloat16"}
-        (half / "config.json").write_text(json.dumps(settings))
-        weights = {name: w.to(torch.bfloat16) for name, w in load_file(plain / "model.safetensors").items()}
-        save_file(weights, half / "model.safetensors", {"format": "pt"})
-    for kind in QUANTS:
-        if not (folder / f"{kind}.gguf").exists():
-            write_gguf(plain, folder / f"{kind}.gguf", kind)
-
-
-def rows_of_checkpoints(folder: Path, config: Path, llama: str | None) -> Rows:
-    """Prepare and return the rows of random weights."""
-    child = [sys.executable, __file__, "--checkpoints", "--folder", str(folder), "--config", str(config)]
-    subprocess.run([*child, "--write"], check=True)  # no measured process inherits its peak memory
-    rows: Rows = {}
-    ids = folder / "float32 ids.json"
-    for name in precisions():
-        dtype, weights = PRECISIONS[name]
-        model = Model(folder / dtype, folder, name, ("--dtype", dtype, "--weight-dtype", weights))
-        model.prepare()
-        loads = [sys.executable, "-c", only_loading(OURS), str(model.path)]
-        rows |= {f"cacheblend {name}, {blend}": (model.ask(*flags), loads) for blend, flags in BLENDS.items()}
-    for kind in QUANTS if llama else ():
-        rows[f"llama.cpp of xllamacpp {kind}"] = row(str(llama), LLAMA_CPP, folder / f"{kind}.gguf", ids)
-    for dtype in ("float32", "bfloat16"):
-        rows[f"transformers {dtype}"] = row(sys.executable, TRANSFORMERS, folder / dtype, ids, dtype)
-    return rows
-
-
-@contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    """Keep this many CPUs busy. The loops are reaped at the end, so that they do not count as other processes."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        time.sleep(0.3 * bool(loops))
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
-def run(command: list[str], busy: int = 0) -> dict[str, float]:
+def run(command: list[str]) -> dict[str, float]:
     """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises
     Died."""
     others = Others()
-    with busy_loops(busy), tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.time()
         child = subprocess.Popen(command, stdout=out, stderr=err, env=environment(command[0]))
         _, status, usage = os.wait4(child.pid, 0)
@@ -345,7 +300,7 @@ def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, kee
             return
         tried[name] += 1
         try:
-            found = run(rows[name][0], arguments.busy) | {"load_cpu_s": load_cpu_s(rows[name][1])}
+            found = run(rows[name][0]) | {"load_cpu_s": load_cpu_s(rows[name][1])}
         except Died as error:
             failed.add(name)
             print(f"{name} failed: {error}", file=sys.stderr)
@@ -358,18 +313,17 @@ def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, kee
             keep()
 
 
-def page(result: dict[str, Any], name: str) -> str:
-    """Return the page of a result: a table per machine. name: of its file."""
-    columns = {title: column for title, column in COLUMNS.items() if column != LEFT_OUT_COLUMN[name]}
-    lines = [ABOUT[name], *(line for note in result.get("earlier", ()) for line in ("", note))]
+def page(result: dict[str, Any]) -> str:
+    """Return the page: a table per machine."""
+    lines = [ABOUT]
     for machine, here in result["machines"].items():
         h, rows = here["hardware"], []
         for title, runs in here["runs"].items():
             if runs:
-                *times, rate, peak = (statistics.median(r[column] for r in runs) for column in columns.values())
+                *times, rate, peak = (statistics.median(r[column] for r in runs) for column in COLUMNS.values())
                 rows.append((title, *(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}", str(len(runs))))
         lines += ["", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
-        lines += markdown(("", *columns, "runs"), rows)
+        lines += markdown(("", *COLUMNS, "runs"), rows)
         lines += ["", *(f"Left out: {line}." for line in here["left_out"])] if here.get("left_out") else []
     return "\n".join(lines) + "\n"
 
@@ -385,7 +339,7 @@ def files_of(arguments: argparse.Namespace, folder: Path) -> list[Model]:
         if not shape.exists() and paths:
             subprocess.run([sys.executable, ROOT / "benchmarks/random_blocks.py", shape, paths[-1]], check=True)
         paths += [shape] if shape.exists() else []
-    models = [Model(path, folder, path.stem) for path in paths]
+    models = [Model(path, folder) for path in paths]
     for model in models:
         model.prepare()
     return models
@@ -394,55 +348,37 @@ def files_of(arguments: argparse.Namespace, folder: Path) -> list[Model]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*")
-    parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--isa", choices=("avx2",), help="limit every program to these instructions")
     parser.add_argument("--llama-python", help="an interpreter with xllamacpp")
-    parser.add_argument("--busy", type=int, default=0, help="busy loops beside each run (0)")
     parser.add_argument("--anew", action="store_true", help="drop this machine's rows first")
     parser.add_argument("--others", type=float, default=MOST_USED, help="CPUs that others may use in a kept run")
     parser.add_argument("--prepare", action="store_true", help="write models and stores only")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
-    avx2 = arguments.isa == "avx2"
-    folder = arguments.folder / ("checkpoints" if arguments.checkpoints else arguments.isa or "native")
-    if arguments.write:
-        write_models(arguments.folder, arguments.config)
-        return
+    avx2, out = arguments.isa == "avx2", arguments.out / "peers_files.json"
+    folder = arguments.folder / (arguments.isa or "native")
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(AVX2 if avx2 else {})
     machine = machine_name() + (", limited to AVX2" if avx2 else "")
-    name = "peers" if arguments.checkpoints else "peers_files"
-    out = arguments.out / f"{name}.json"
     result = {"machines": {}} | read_result(out)
     if arguments.anew:
         result["machines"].pop(machine, None)
     here = result["machines"].setdefault(machine, {"runs": {}})
-    here["hardware"] = hardware()
-    rows: Rows = {}
-    if arguments.checkpoints:
-        rows = rows_of_checkpoints(folder, arguments.config, arguments.llama_python)
-    else:
-        left_out = list[str]()
-        for model in files_of(arguments, folder):
-            own, lacking = rows_of_file(model, arguments.llama_python, avx2, here["hardware"]["memory_gib"])
-            rows |= own
-            left_out += lacking
-        here["left_out"] = list(dict.fromkeys(left_out))
-    if arguments.prepare:
-        return
-    beside = f", beside {arguments.busy} busy loop{'s' * (arguments.busy > 1)}" if arguments.busy else ""
-    rows = {title + beside: commands for title, commands in rows.items() if arguments.only in title}
-    measure(rows, here, arguments, lambda: save(result, out, page(result, name)))
-    print(page(result, name))
+    here["hardware"], here["left_out"], rows = hardware(), list[str](), Rows()
+    for model in files_of(arguments, folder):
+        own, left_out = rows_of_file(model, arguments.llama_python, avx2, here["hardware"]["memory_gib"])
+        rows |= {title: commands for title, commands in own.items() if arguments.only in title}
+        here["left_out"] += [line for line in left_out if line not in here["left_out"]]
+    if not arguments.prepare:
+        measure(rows, here, arguments, lambda: save(result, out, page(result)))
+        print(page(result))
 
 
 if __name__ == "__main__":

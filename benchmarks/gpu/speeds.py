@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels import (
-    AttentionParams,
-    KernelBackend,
-    LayerCache,
-    Regressed,
-    RegressionPrior,
-    Slots,
-    select_backend,
-)
+from cacheblend_kernels import AttentionParams, KernelBackend, LayerCache, Slots, select_backend
 from gpu.context import Cases, Context, Rows
 from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
 from gpu.timing import Call, median_seconds, num_input_sets
@@ -144,106 +136,21 @@ def _decode_call(backend: KernelBackend, one: AttentionInputs, shape: Shape) -> 
     return partial(backend.decode_attention, one.q, one.cache, one.meta, AttentionParams(shape.head_dim**-0.5))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """num_rows rows of a layer's projections, tables and a pool, bf16."""
-
-    shape: Shape
-    num_rows: int
-    fused: Tensor
-    cache: LayerCache
-    slots: Slots
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        s = self.shape
-        q, k, v = self.fused.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
-        return q, k, v
-
-
-def _rows(device: torch.device, tiny: bool, per_row: int) -> list[_Rows]:
-    """Return input sets that together exceed the cache; per_row: bytes per row that the call moves."""
-    shape, num_rows = (TINY, 64) if tiny else (LLAMA_8B, 4096)
-    made = []
-    for seed in range(num_input_sets(num_rows * per_row, device)):
-        torch.manual_seed(seed)
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        fused = torch.randn(num_rows, heads, shape.head_dim, device=device, dtype=torch.bfloat16)
-        pool = (num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
-        caches = [torch.randn(pool, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        slots = Slots(torch.randperm(num_rows, device=device), *rope_tables(num_rows, shape.head_dim, device))
-        made.append(_Rows(shape, num_rows, fused, LayerCache(*caches), slots))
-    return made
-
-
-def _rope_and_cache(device: torch.device, tiny: bool) -> Iterator[Work]:
-    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
-    per_row = 2 * (2 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim + 8 * shape.head_dim + 8
-    sets = _rows(device, tiny, per_row)
-    calls: list[Call] = [partial(backend.rope_and_cache, *r.parts, r.cache, r.slots) for r in sets]
-    yield Work("rope_and_cache", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
-
-
-def _blend(device: torch.device, tiny: bool) -> Iterator[Work]:
-    """The probe's peaks and the correction of a layer, of chunks of 512 tokens with a sixth of them known."""
-    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
-    length, chunk, width = (64, 16, 64) if tiny else (4096, 512, 1024)  # length: rows of `_rows`
-    if backend.has_attention_peaks:
-        inputs = prefill_inputs(shape, "suffix", length, min(SUFFIX, length // 4), device)
-        peaks, params = torch.zeros(length, device=device), AttentionParams(shape.head_dim**-0.5)
-        call = partial(
-            backend.attention_peaks, inputs.q, inputs.meta.positions, inputs.cache, inputs.meta, params, peaks
-        )
-        flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
-        yield Work(
-            "attention_peaks", f"{shape.name} N={length}, {inputs.q.shape[0]} rows", [call], "matmul", flops=flops
-        )
-    if backend.has_correction:
-        starts = torch.arange(0, length + 1, chunk, dtype=torch.int32, device=device)
-        known = torch.arange(0, length, 6, dtype=torch.int32, device=device)
-        known_starts = torch.searchsorted(known, starts, out_int32=True)
-        average = torch.ones(len(starts) - 1, len(known), device=device) / len(known)
-        prior = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8)
-        calls: list[Call] = []
-        for r in _rows(device, tiny, 4 * width):
-            k, v = (part[: len(known)] for part in r.parts[1:])
-            rows = Regressed(r.slots.slots, starts, known, known_starts, average, chunk)
-            calls.append(partial(backend.correct_stale, k, v, r.cache, rows, (r.slots.cos, r.slots.sin), prior, False))
-        case = f"{length} rows, {len(known)} known"
-        yield Work("correct_stale", case, calls, "copy", num_bytes=12 * length * width)
-
-
 def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
-    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
-    width = shape.num_kv_heads * shape.head_dim
+    (shape, num_rows), backend = (TINY, 64) if tiny else (LLAMA_8B, 4096), select_backend("auto", device)
+    per_row = 4 * shape.num_kv_heads * shape.head_dim + 8 * shape.head_dim  # pool written, tables read
+    size = (num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
+    slots = Slots(torch.arange(num_rows, device=device), *rope_tables(num_rows, shape.head_dim, device), 0)
     for codec in ("int7", "bf16", "fp8", "int4"):
-        per_row = 2 * 2 * width + 8 * shape.head_dim  # pool written, tables read; the stored form is added below
-        sets = _rows(device, tiny, per_row)
-        stored = [
-            stored_kv(
-                codec,
-                r.num_rows,
-                shape.num_kv_heads,
-                shape.head_dim,
-                device,
-                seed=seed,
-                num_chunks=1 if codec == "bf16" else 8,
+        calls, read = list[Call](), 0
+        for seed in range(num_input_sets(num_rows * per_row, device)):
+            cache = LayerCache(*torch.empty(2, *size, device=device, dtype=torch.bfloat16))
+            stored = stored_kv(
+                codec, num_rows, *shape.heads[1:], device, seed=seed, num_chunks=1 if codec == "bf16" else 8
             )
-            for seed, r in enumerate(sets)
-        ]
-        read = sum(t.numel() * t.element_size() for t in vars(stored[0]).values() if isinstance(t, Tensor))
-        calls: list[Call] = [
-            partial(backend.load_kv, s, r.cache, replace(r.slots, first_slot=0))
-            for r, s in zip(sets, stored, strict=True)
-        ]
-        num_rows = sets[0].num_rows
+            read = sum(t.numel() * t.element_size() for t in vars(stored).values() if isinstance(t, Tensor))
+            calls.append(partial(backend.load_kv, stored, cache, slots))
         yield Work("load_kv", f"{codec}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows + read)
 
 
-FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [
-    _prefill_attention,
-    _decode_attention,
-    _blend,
-    _load_kv,
-    _rope_and_cache,
-]
+FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [_prefill_attention, _decode_attention, _load_kv]

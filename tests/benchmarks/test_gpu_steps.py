@@ -50,7 +50,7 @@ def profiled(run: Any) -> dict[str, Any]:
     return {**summed([]), "wall_ms": 1.0, "busy_share": 0.0}
 
 
-@pytest.mark.parametrize(("step", "least"), [("ceilings", 3), ("kernel speeds", 17), ("llama-3.1-8b", 34)])
+@pytest.mark.parametrize(("step", "least"), [("ceilings", 3), ("kernel speeds", 14), ("llama-3.1-8b", 34)])
 def test_a_part_runs_on_a_device(
     step: str, least: int, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

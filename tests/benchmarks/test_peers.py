@@ -53,11 +53,11 @@ def test_a_row_is_run_until_the_time_is_over_and_a_program_that_fails_once(
     here, kept = dict[str, Any](runs={}), list[int]()
     python = [sys.executable, "-c"]
     rows = {"works": ([*python, PROGRAM], [*python, LOADS]), "fails": ([*python, "1 / 0"], [*python, LOADS])}
-    arguments = argparse.Namespace(seconds=0.0, busy=0, others=float("inf"))
+    arguments = argparse.Namespace(seconds=0.0, others=float("inf"))
     peers.measure(rows, here, arguments, lambda: kept.append(1))
     assert {name: len(runs) for name, runs in here["runs"].items()} == {"works": 1, "fails": 0}
     [run] = here["runs"]["works"]
-    assert run["first_s"] == pytest.approx(1, abs=0.01)
+    assert run["process_last_s"] - run["process_first_s"] == pytest.approx(2, abs=0.01)
     assert run["load_cpu_s"] == 4.0
     assert run["peak_mib"] > 1
     assert kept == [1]
@@ -99,7 +99,7 @@ def test_what_does_not_fit_or_cannot_be_forced_is_named(
     monkeypatch.setattr(peers, "_version", lambda python: "1")
     monkeypatch.setattr(peers, "find_spec", lambda name: name == "accelerate")
     (tmp_path / "shape chunks").write_text("a,b")
-    file = peers.Model(shape_file, tmp_path, "shape")
+    file = peers.Model(shape_file, tmp_path)
     rows, left_out = peers.rows_of_file(file, None, avx2=False, memory_gib=64)
     assert {"shape: cacheblend, full", "shape: cacheblend, query .15"} < set(rows)
     assert [line.split(":")[0] for line in left_out] == ["llama.cpp"]
@@ -127,6 +127,6 @@ def test_the_page_has_a_part_per_machine_and_what_is_left_out(peers: ModuleType)
     run = dict.fromkeys(peers.COLUMNS.values(), 2.0)
     here = {"hardware": {"cores": 2, "memory_gib": 8, "torch": "2"}, "runs": {"f: llama.cpp": [run]}}
     machines = {"one, AVX2": here | {"left_out": ["llama.cpp: none"]}, "two, AMX": here}
-    page = peers.page({"machines": machines}, "peers_files")
+    page = peers.page({"machines": machines})
     assert page.index("## one, AVX2") < page.index("Left out: llama.cpp: none.") < page.index("## two, AMX")
     assert "| f: llama.cpp | 2.00 | 2.00 | 2.00 | 2.0 | 2 | 1 |" in page

@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGES = {
-    "decode": "decode", "peers": "peers", "peers_files": "peers", "prefill": "prefill", "serve": "serve", "soak": "soak",
+    "decode": "decode", "peers_files": "peers", "prefill": "prefill", "serve": "serve", "soak": "soak",
     "speculation": "speculation", "store": "store", "torture": "torture", "long_prompts": "prefill",
 }  # fmt: skip
 """Result -> its script."""
@@ -21,11 +21,7 @@ def test_a_page_has_the_figures_of_its_json(name: str, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script, path = importlib.import_module(PAGES[name]), BENCHMARKS / "results" / f"{name}.json"
     result = json.loads(path.read_text(encoding="utf-8"))
-    page = (
-        script.long_page(result)
-        if name == "long_prompts"
-        else script.page(result, *[name] * (script.__name__ == "peers"))
-    )
+    page = script.long_page(result) if name == "long_prompts" else script.page(result)
     importlib.import_module("machine").save(result, tmp_path / path.name, page)
     assert (tmp_path / path.name).read_text() == path.read_text()
     assert (tmp_path / path.name).with_suffix(".md").read_text() == path.with_suffix(".md").read_text()

@@ -1,4 +1,4 @@
-"""benchmarks/speculation.py: what is asked, answers that must be equal, sums, checkpoints and the page."""
+"""benchmarks/speculation.py: what is asked, answers that must be equal, sums and the page."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
-import torch
-from safetensors import safe_open
 
 KINDS = ("quote", "office", "office, long", "free")
 
@@ -65,31 +61,6 @@ def test_seconds_are_those_of_the_tokens_after_the_first(speculation: ModuleType
 def test_answers_that_differ_end_the_script(speculation: ModuleType) -> None:
     with pytest.raises(SystemExit, match="differ"):
         speculation.ask_both({"off": FakeEngine([5, 6, 7], 1.0), "auto": FakeEngine([5, 6, 8], 1.0)}, "?", [], False)
-
-
-def test_a_float32_checkpoint_has_the_weights_of_the_file(
-    speculation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cacheblend_cli.model.gguf_files import conversion
-
-    converted, out = tmp_path / "converted", tmp_path / "out"
-    converted.mkdir()
-    (converted / "config.json").write_text("{}")
-    kind, random = gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(0)
-    blocks = [gguf.quantize(random.normal(size=(4, 32)).astype(np.float32), kind) for _ in range(2)]
-    file = tmp_path / "m.gguf"
-    file.write_bytes(b"".join(part.tobytes() for part in blocks))
-    size = blocks[0].nbytes
-    stored = {f"{place}.weight": conversion.StoredTensor("Q8_0", (4, 32), place * size, size) for place in range(2)}
-    conversion.write_index(converted, file, file.stat(), stored)
-    monkeypatch.setattr(speculation, "model_dir_of", lambda file: converted)
-    assert speculation.write_float32(file, out) == out
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-    with safe_open(out / "model.safetensors", "pt") as weights:
-        for place, part in enumerate(blocks):
-            read = weights.get_tensor(f"{place}.weight")
-            assert read.dtype == torch.float32
-            assert np.array_equal(read.numpy(), gguf.dequantize(part, kind))
 
 
 def test_the_page_has_ratios_of_all_seconds_and_of_each_round(speculation: ModuleType) -> None:
