@@ -8,9 +8,9 @@ these).
 
 A prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens, past an end of text.
 Measures the time from the start of the process to the first and the 100th token, the time to the first token once the
-model is loaded, decoded tokens per second, peak memory (VmHWM: mapped pages included), and the CPU time until the model
-is loaded, less that of a process that only imports the same modules. Runs during which other processes used more than a
-fifth of a CPU are dropped. Results are kept per machine; a run adds to this machine's rows, --anew replaces them.
+model is loaded, decoded tokens per second and peak memory (VmHWM: mapped pages included). Runs during which other
+processes used more than a fifth of a CPU are dropped. Results are kept per machine; a run adds to this machine's rows,
+--anew replaces them.
 
 --llama-python: an interpreter with `xllamacpp`, whose library is built for AVX2. --isa avx2 measures what a CPU with
 AVX2 alone computes.
@@ -63,8 +63,8 @@ ABOUT = """\
 
 GGUF files as published, and one of random blocks in Qwen2.5-7B's shape (shape7b). A prompt of about 2,000 tokens in 8
 chunks and a question, the same ids for all programs, 100 tokens of answer. Every run is a process of its own; medians.
-CPU until loaded: beyond the imports of the same modules. Peak memory: VmHWM, pages of the mapped file included. By
-`benchmarks/peers.py`."""
+CPU until loaded: beyond the imports of the same modules, in an earlier version. Peak memory: VmHWM, pages of the mapped
+file included. By `benchmarks/peers.py`."""
 TRANSFORMERS = """
 import json, os, sys, time
 import torch
@@ -101,11 +101,6 @@ print(json.dumps({"loaded": loaded, "first": first, "last": first + timings["pre
 os._exit(0)
 """
 FLOAT32_TWICE = 14  # bytes of two float32 copies for a byte of a file with 4.6 bits a weight
-LOADED = "loaded = time.time()"
-"""In the programs: `python -c PROGRAM MODEL IDS KIND` prints `time.time()` when model and ids are ready, at the first
-token and at the hundredth. IDS is a JSON file, KIND the dtype."""
-REPORT = 'import json, os, sys, time\nprint(json.dumps({"cpu": time.process_time(), "modules": list(sys.modules)}), flush=True)\nos._exit(0)\n'
-OURS = f"import sys, time\nfrom cacheblend_cli import Engine\nengine = Engine.load(sys.argv[1])\n{LOADED}\n"
 ASK = """
 from cacheblend_cli.types.sampling import SamplingParams
 init = SamplingParams.__init__
@@ -113,16 +108,7 @@ SamplingParams.__init__ = lambda self, *values, **named: init(self, *values, **(
 from cacheblend_cli.cli.main import main
 main()
 """  # the command, with answers that go on after an end of text
-IMPORTS = """
-import importlib, json, sys, time
-for name in json.load(sys.stdin):
-    try:
-        importlib.import_module(name)
-    except Exception:
-        pass
-print(json.dumps({"cpu": time.process_time()}))
-"""
-Rows = dict[str, tuple[list[str], list[str]]]  # a row's command, and the command that only loads
+Rows = dict[str, list[str]]  # a row's command
 
 
 class Died(RuntimeError):
@@ -176,37 +162,11 @@ def environment(python: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in unset} | SETTINGS
 
 
-def output_of(command: list[str], given: str | None = None) -> str:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment(command[0]))
+def output_of(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(command[0]))
     if done.returncode:
         raise Died(f"exit {done.returncode}: {done.stderr[-1500:]}")
     return done.stdout
-
-
-def only_loading(program: str) -> str:
-    """Return the program up to where its model is loaded, with a report of CPU time and modules."""
-    before, marker, _ = program.partition(LOADED)
-    assert marker
-    return before + REPORT
-
-
-def load_cpu_s(command: list[str]) -> float:
-    """Return the CPU seconds of a command that loads, beyond the imports of its modules."""
-    found = json.loads(output_of(command).strip().splitlines()[-1])
-    return max(0.0, found["cpu"] - _import_cpu_s(command[0], tuple(found["modules"])))
-
-
-@cache
-def _import_cpu_s(python: str, modules: tuple[str, ...]) -> float:
-    """Return the CPU seconds of a process that imports these: the least of three, the first of which may read a cold
-    disk."""
-    command = [python, "-c", IMPORTS]
-    return min(json.loads(output_of(command, json.dumps(modules)))["cpu"] for _ in range(3)) if modules else 0.0
-
-
-def row(python: str, program: str, path: Path, ids: Path, *kind: str) -> tuple[list[str], list[str]]:
-    words = (str(path), str(ids), *kind)
-    return [python, "-c", program, *words], [python, "-c", only_loading(program), *words]
 
 
 def rows_of_file(file: Model, llama: str | None, avx2: bool, memory_gib: float) -> tuple[Rows, list[str]]:
@@ -219,11 +179,10 @@ def rows_of_file(file: Model, llama: str | None, avx2: bool, memory_gib: float) 
         blends = dict(BLENDS)
         if own := OWN_RATIOS.get(file.path.name):
             blends[f"query {own}"] = ("--selector", "query", "--ratio", own)
-        loads = [sys.executable, "-c", only_loading(OURS), str(file.path)]
-        rows |= {f"{file.name}: cacheblend, {blend}": (file.ask(*flags), loads) for blend, flags in blends.items()}
+        rows |= {f"{file.name}: cacheblend, {blend}": file.ask(*flags) for blend, flags in blends.items()}
     if llama:
         name = f"llama.cpp (xllamacpp {_version(llama)}, built for AVX2)"
-        rows[f"{file.name}: {name}"] = row(llama, LLAMA_CPP, file.path, file.ids)
+        rows[f"{file.name}: {name}"] = [llama, "-c", LLAMA_CPP, str(file.path), str(file.ids)]
     else:
         left_out.append("llama.cpp: no --llama-python was given")
     if not find_spec("accelerate"):
@@ -234,9 +193,8 @@ def rows_of_file(file: Model, llama: str | None, avx2: bool, memory_gib: float) 
         )
     else:
         for dtype in ("float32",) if avx2 else ("float32", "bfloat16"):  # torch chooses its bfloat16 kernels by the CPU
-            rows[f"{file.name}: transformers, dequantised to {dtype}"] = row(
-                sys.executable, TRANSFORMERS, file.path, file.ids, dtype
-            )
+            command = [sys.executable, "-c", TRANSFORMERS, str(file.path), str(file.ids), dtype]
+            rows[f"{file.name}: transformers, dequantised to {dtype}"] = command
     return rows, left_out
 
 
@@ -300,7 +258,7 @@ def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, kee
             return
         tried[name] += 1
         try:
-            found = run(rows[name][0]) | {"load_cpu_s": load_cpu_s(rows[name][1])}
+            found = run(rows[name])
         except Died as error:
             failed.add(name)
             print(f"{name} failed: {error}", file=sys.stderr)
@@ -320,12 +278,18 @@ def page(result: dict[str, Any]) -> str:
         h, rows = here["hardware"], []
         for title, runs in here["runs"].items():
             if runs:
-                *times, rate, peak = (statistics.median(r[column] for r in runs) for column in COLUMNS.values())
-                rows.append((title, *(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}", str(len(runs))))
+                forms = (*[".2f"] * (len(COLUMNS) - 2), ".1f", ",.0f")
+                cells = (_median(runs, *column) for column in zip(COLUMNS.values(), forms, strict=True))
+                rows.append((title, *cells, str(len(runs))))
         lines += ["", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
         lines += markdown(("", *COLUMNS, "runs"), rows)
         lines += ["", *(f"Left out: {line}." for line in here["left_out"])] if here.get("left_out") else []
     return "\n".join(lines) + "\n"
+
+
+def _median(runs: list[dict[str, float]], column: str, form: str) -> str:
+    values = [run[column] for run in runs if column in run]
+    return format(statistics.median(values), form) if values else ""
 
 
 def files_of(arguments: argparse.Namespace, folder: Path) -> list[Model]:
@@ -374,7 +338,7 @@ def main() -> None:
     here["hardware"], here["left_out"], rows = hardware(), list[str](), Rows()
     for model in files_of(arguments, folder):
         own, left_out = rows_of_file(model, arguments.llama_python, avx2, here["hardware"]["memory_gib"])
-        rows |= {title: commands for title, commands in own.items() if arguments.only in title}
+        rows |= {title: command for title, command in own.items() if arguments.only in title}
         here["left_out"] += [line for line in left_out if line not in here["left_out"]]
     if not arguments.prepare:
         measure(rows, here, arguments, lambda: save(result, out, page(result)))

@@ -65,11 +65,13 @@ def markdown(rows: list[KernelResources]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", default="", help="only kernel families whose name contains this")
+    variants = {(arch, index): variant for arch in ARCHS for index, variant in enumerate(all_variants(arch))}
+    families = sorted({variant.family for variant in variants.values()})
+    parser.add_argument("--family", choices=families, help="only this kernel family")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    variants = {(arch, index): variant for arch in ARCHS for index, variant in enumerate(all_variants(arch))}
-    tasks, rows = [task for task, variant in variants.items() if arguments.family in variant.family], []
+    tasks = [task for task, variant in variants.items() if arguments.family in (None, variant.family)]
+    rows = []
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         for row in pool.imap(compile_index, tasks):
             rows.append(row)

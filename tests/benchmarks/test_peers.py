@@ -1,5 +1,4 @@
-"""benchmarks/peers.py and random_blocks.py: runs are kept by machine, CPU time beyond imports, rows left out, a file of
-random blocks."""
+"""benchmarks/peers.py and random_blocks.py: runs are kept by machine, rows left out, a file of random blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ assert "OMP_NUM_THREADS" not in os.environ
 now = time.time()
 print(json.dumps({"loaded": now, "first": now + 1, "last": now + 3}))
 """
-LOADS = """print('{"cpu": 4.0, "modules": []}')"""
 
 
 @pytest.fixture
@@ -51,14 +49,12 @@ def test_a_row_is_run_until_the_time_is_over_and_a_program_that_fails_once(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     here, kept = dict[str, Any](runs={}), list[int]()
-    python = [sys.executable, "-c"]
-    rows = {"works": ([*python, PROGRAM], [*python, LOADS]), "fails": ([*python, "1 / 0"], [*python, LOADS])}
+    rows = {"works": [sys.executable, "-c", PROGRAM], "fails": [sys.executable, "-c", "1 / 0"]}
     arguments = argparse.Namespace(seconds=0.0, others=float("inf"))
     peers.measure(rows, here, arguments, lambda: kept.append(1))
     assert {name: len(runs) for name, runs in here["runs"].items()} == {"works": 1, "fails": 0}
     [run] = here["runs"]["works"]
     assert run["process_last_s"] - run["process_first_s"] == pytest.approx(2, abs=0.01)
-    assert run["load_cpu_s"] == 4.0
     assert run["peak_mib"] > 1
     assert kept == [1]
 
@@ -75,21 +71,6 @@ def test_a_file_of_random_blocks_has_the_layout_of_q4_k_m(shape_file: Path) -> N
     weights = gguf.dequantize(found["blk.0.ffn_up.weight"].data, Kind.Q4_K)
     assert 0.01 < np.std(weights) < 0.04
     assert not shape_file.with_suffix(".part").exists()
-
-
-def test_the_cpu_time_of_imports_is_subtracted(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = 'import json, sys\nassert json.load(sys.stdin) == ["json"]\nprint(json.dumps({"cpu": 1.5}))'
-    monkeypatch.setattr(peers, "IMPORTS", imports)
-    loads = """print('{"cpu": 4.0, "modules": ["json"]}')"""
-    assert peers.load_cpu_s([sys.executable, "-c", loads]) == 2.5
-
-
-def test_a_program_is_cut_where_its_model_is_loaded(peers: ModuleType) -> None:
-    for program in (peers.LLAMA_CPP, peers.TRANSFORMERS, peers.OURS):
-        cut = peers.only_loading(program)
-        compile(cut, "program", "exec")
-        assert "process_time()" in cut
-        assert cut.count("print") == 1
 
 
 def test_what_does_not_fit_or_cannot_be_forced_is_named(
