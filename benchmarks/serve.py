@@ -1,14 +1,11 @@
 """Many questions at once: requests per second, time to the first token and tokens per second of the serving engine.
 
-    python benchmarks/serve.py [--minutes 15]
-    python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
+    python benchmarks/serve.py [--clients 1,4,8,16]
+    python benchmarks/serve.py --quick --out /tmp      # a tiny model, to see that it works
 
 Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from
-64, answers of 32 tokens. Closed loops (a number of clients, each asking again when answered) and Poisson arrivals,
-blended and by full prefills, with the same prompts.
-
-Every part runs over as many requests as its share of the minutes allows. Results are written after each part; a later
-run does the parts that are not in --out yet. To repeat parts: --parts "full 8,blend 16".
+64, answers of 32 tokens. Closed loops: a number of clients, each asking again when answered, two questions each and
+four at least, blended and by full prefills, with the same prompts.
 """
 
 from __future__ import annotations
@@ -20,9 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +36,7 @@ WORDS = (
     "harbor parrot ledger Bergen Mara billing keeps lead river stone winter letter engine garden copper signal".split()
 )
 MODES = {"blend": BlendParams(), "full": BlendParams(mode="full")}
-SLOTS = 16
+SLOTS, REQUESTS, PER_PROMPT, ANSWER_TOKENS = 16, 32, 4, 32
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 FORMS = {
     "requests": ("requests", "d"), "arrivals/s": ("rate", ".2f"), "requests/s": ("requests_per_s", ".3f"),
@@ -52,89 +47,36 @@ FORMS = {
 Case = dict[str, Any]
 
 
-@dataclass
-class Bench:
-    """State shared by the parts. ttft_s: of a single question, by mode; token_s: per token of its answer; found:
-    earlier parts."""
-
-    engine: Engine
-    store: ChunkStore
-    questions: list[AskRequest]
-    arguments: argparse.Namespace
-    found: dict[str, Any]
-    ttft_s: dict[str, float]
-    token_s: float
-
-    def asked(self, mode: str, count: int) -> list[AskRequest]:
-        return [replace(q, blend=MODES[mode]) for q in self.questions[:count]]
-
-    def fitting(self, seconds: float, mode: str, clients: int = 1) -> int:
-        """Return the number of questions that can be answered in the seconds, at least two."""
-        each = self.ttft_s[mode] + self.token_s * self.arguments.answer_tokens / min(clients, 4)
-        return max(2, min(len(self.questions), int(seconds / each)))
-
-    def limits(self, **others: Any) -> Limits:
-        return Limits(max_waiting=10_000, max_sequences=SLOTS, **others)
-
-
-Part = Callable[[Bench, float], list[Case]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
-    parser.add_argument("--minutes", type=float, default=15.0, help="of the whole")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--parts", default="", help="only these, anew, by their names in the results")
-    parser.add_argument("--requests", type=int, default=32, help="of each part at most")
+    parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--per-prompt", type=int, default=4)
-    parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.minutes, arguments.chunks, arguments.chunk_tokens, arguments.requests = 2.0, 8, 64, 16
-    until, out = time.monotonic() + 60 * arguments.minutes, arguments.out / f"serve{'-quick' * arguments.quick}.json"
-    result = begun(arguments, out)
-    wanted = [name.strip() for name in arguments.parts.split(",") if name.strip()]
-    left = [name for name in PARTS if (name in wanted if wanted else name not in result["parts"])]
-    with tempfile.TemporaryDirectory() as folder:
-        bench = prepared(Path(folder), arguments, result["parts"])
-        with bench.store:
-            for number, name in enumerate(left):
-                part, share = PARTS[name]
-                seconds = (until - time.monotonic()) * share / sum(PARTS[n][1] for n in left[number:])
-                started = time.monotonic()
-                cases = part(bench, max(0.0, seconds))
-                took = time.monotonic() - started
-                result["parts"][name] = {"given_s": seconds, "took_s": took, "cases": cases}
-                print(f"{name}: {took:.0f} s of {seconds:.0f}", *map(json.dumps, cases), sep="\n  ", flush=True)
-                save(result, out, page(result))
+        arguments.chunks, arguments.chunk_tokens = 8, 64
+    settings = {"config": arguments.config.name, "chunks": arguments.chunks, "chunk_tokens": arguments.chunk_tokens}
+    result, out = {"hardware": hardware(), "settings": settings, "parts": {}}, arguments.out / "serve.json"
+    if (old := read_result(out)).get("hardware") == result["hardware"]:
+        result["parts"] = old["parts"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = write_checkpoint(folder / "model", arguments.config, **(TINY if arguments.quick else {}))
+        engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32", speculate="off"))
+        with ChunkStore.open(folder / "store", mode="write") as store:
+            asked = questions(collect(engine, store, folder / "docs", arguments))
+            for mode, blend in MODES.items():
+                own = [replace(question, blend=blend) for question in asked]
+                engine.run_alone(store, own[-1])  # warm-up
+                for clients in map(int, arguments.clients.split(",")):
+                    case = closed_loop(engine, store, own[: max(4, 2 * clients)], clients)
+                    result["parts"][f"{mode} {clients}"] = {"cases": [case]}
+                    print(mode, json.dumps(case), flush=True)
+    save(result, out, page(result))
     print(page(result))
-
-
-def begun(arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Return the existing results if they have these settings, else an empty result."""
-    own = ("quick", "config", "chunks", "chunk_tokens", "per_prompt", "answer_tokens")
-    settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(arguments).items() if k in own}
-    new: dict[str, Any] = {"hardware": hardware(), "settings": settings}
-    old = read_result(out)
-    return old if {k: old.get(k) for k in new} == new else new | {"parts": {}}
-
-
-def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any]) -> Bench:
-    """Return a checkpoint, a store of its documents, and the cost of a single question, from which parts are sized."""
-    checkpoint = write_checkpoint(folder / "model", arguments.config, **(TINY if arguments.quick else {}))
-    engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32", speculate="off"))
-    store = ChunkStore.open(folder / "store", mode="write")
-    asked = questions(collect(engine, store, folder / "docs", arguments), arguments)
-    bench = Bench(engine, store, asked, arguments, found, {}, 0.0)
-    for mode, blend in MODES.items():
-        few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
-        answers = [engine.run_alone(store, few, AskOptions(save=False)) for _ in range(2)]  # warm-up
-        bench.ttft_s[mode], bench.token_s = answers[1].timing.ttft_s, 1 / answers[1].timing.decode_tokens_per_s
-    return bench
 
 
 def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Namespace) -> list[bytes]:
@@ -151,15 +93,15 @@ def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse
     return [m.key for m in store.chunks()]
 
 
-def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[AskRequest]:
+def questions(keys: list[bytes]) -> list[AskRequest]:
     """Draw chunks by Zipf's law, without repeats in a prompt."""
     rng = random.Random(2)
     weights = [1 / (rank + 1) for rank in range(len(keys))]
-    sampling = SamplingParams(max_tokens=arguments.answer_tokens, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     found = []
-    for number in range(arguments.requests):
+    for number in range(REQUESTS):
         chosen: list[bytes] = []
-        while len(chosen) < min(arguments.per_prompt, len(keys)):
+        while len(chosen) < min(PER_PROMPT, len(keys)):
             key = rng.choices(keys, weights)[0]
             if key not in chosen:
                 chosen.append(key)
@@ -167,81 +109,36 @@ def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[AskReque
     return found
 
 
-def closed(mode: str, clients: int, caching: bool, bench: Bench, seconds: float) -> list[Case]:
-    """Run a number of clients, each asking again when answered."""
-    asked = iter(bench.asked(mode, bench.fitting(seconds, mode, clients)))
+def closed_loop(engine: Engine, store: ChunkStore, asked: list[AskRequest], clients: int) -> Case:
+    """Measure a number of clients, each asking again when answered."""
+    service = AsyncEngine(engine.runtime, Limits(max_waiting=10_000, max_sequences=SLOTS), features=FEATURES)
+    ended, left = queue.SimpleQueue[Event](), iter(asked)
 
-    def clients_ask(ask: Ask) -> None:
-        for _, question in list(zip(range(clients), asked, strict=False)):
-            ask(question, lambda: next(asked, None))
+    def ask() -> None:
+        if (question := next(left, None)) is not None:
+            service.submit(engine.resolve(store, replace(question, options=AskOptions(save=False))), on_event)
 
-    return [served(bench, bench.limits(enable_prefix_caching=caching), clients_ask) | {"clients": clients}]
+    def on_event(event: Event) -> None:
+        if isinstance(event, Done | Failed):
+            ask()
+            ended.put(event)
 
-
-def poisson(load: float, bench: Bench, seconds: float) -> list[Case]:
-    """Send Poisson arrivals at a share of the request rate that a closed loop of 16 reached."""
-    closed_loop = bench.found.get("blend 16")
-    alone = 1 / (bench.ttft_s["blend"] + bench.token_s * bench.arguments.answer_tokens)
-    rate = load * (closed_loop["cases"][0]["requests_per_s"] if closed_loop else alone)
-    asked, rng = bench.asked("blend", max(2, min(len(bench.questions), int(seconds * rate)))), random.Random(3)
-
-    def arrivals(ask: Ask) -> None:
-        for question in asked:
-            ask(question, lambda: None)
-            time.sleep(rng.expovariate(rate))
-
-    return [served(bench, bench.limits(), arrivals) | {"rate": rate}]
-
-
-Ask = Callable[[AskRequest, Callable[[], AskRequest | None]], None]
-
-
-def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
-    """Measure a load. load: submits questions, and says what to ask after each answer."""
-    service = AsyncEngine(bench.engine.runtime, limits, features=FEATURES)
-    ended: queue.SimpleQueue[tuple[Event, float]] = queue.SimpleQueue()
-    begun = []
-
-    def ask(question: AskRequest, then: Callable[[], AskRequest | None]) -> None:
-        submitted = time.perf_counter()
-
-        def heard(event: Event) -> None:
-            if isinstance(event, Done | Failed):
-                if (following := then()) is not None:
-                    ask(following, then)
-                ended.put((event, time.perf_counter() - submitted))
-
-        begun.append(question)
-        service.submit(bench.engine.resolve(bench.store, replace(question, options=AskOptions(save=False))), heard)
-
-    started = time.perf_counter()
-    load(ask)
-    answers, waited = [], []
-    while len(answers) < len(begun):
-        event, latency = ended.get()
+    started, answers = time.perf_counter(), list[Answer]()
+    for _ in range(clients):
+        ask()
+    for _ in asked:
+        event = ended.get()
         if isinstance(event, Failed):
             raise event.error
         assert isinstance(event, Done)
         answers.append(event.answers[0])
-        waited.append(latency)
-    seconds = time.perf_counter() - started
-    stats = service.stats()
+    seconds, stats = time.perf_counter() - started, service.stats()
     service.close()
     return figures(answers, seconds) | {
-        "latency_s": statistics.median(waited),
         "scheduling_share": stats.scheduling_s / stats.step_s,
         "prefix_cache_share": stats.prefix_cached / sum(a.prompt_tokens for a in answers),
+        "clients": clients,
     }
-
-
-PARTS: dict[str, tuple[Part, float]] = {
-    **{f"blend {n}": (partial(closed, "blend", n, True), s) for n, s in ((1, 15), (4, 20), (8, 25), (16, 50))},
-    **{f"full {n}": (partial(closed, "full", n, True), s) for n, s in ((1, 20), (4, 30), (8, 50), (16, 110))},
-    "blend 16, no prefix cache": (partial(closed, "blend", 16, False), 35),
-    "full 8, no prefix cache": (partial(closed, "full", 8, False), 40),
-    **{f"Poisson {load:g}": (partial(poisson, load), 25) for load in (0.5, 0.8, 1.0)},
-}
-"""Each part, and its share of the time."""
 
 
 def figures(answers: list[Answer], seconds: float) -> Case:

@@ -21,7 +21,6 @@ from gpu.context import Cases, Context, Rows
 from gpu.cost import Ceilings, decode_floor, expected_s
 from gpu.model import random_model, read_config, transformers_model
 from gpu.plan import LARGE
-from gpu.timing import profile
 from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
@@ -46,7 +45,6 @@ PREFILLS = (
 )
 THEIRS = "transformers"
 FEW = ("full", "query 0.15", "hkvd 0.15")
-PROFILED = (*FEW, "query 0.15 in the pool")
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 LOSSY = 0.1  # tolerance of logits over KV in few bits
 WARM_STEPS = 4  # of decoding: they capture the graph
@@ -85,10 +83,6 @@ def length_cases(context: Context, bench: Bench, length: int, prefills: tuple[st
     for batch in filter(partial(_fits, bench, length), bench.scenario.batches):
         yield case(f"decode, batch {batch}", "decode", partial(decode, bench, length, batch))
     yield case(f"decode, {PROPOSED} proposals", "decode", partial(decode, bench, length, 1, PROPOSED))
-    if bench.device.type == "cuda":
-        for name in PROFILED:
-            yield case(f"{name}, profiled", "profiles", partial(profiled, bench, length, name))
-        yield case("decode, profiled", "profiles", partial(profiled_decode, bench, length))
     own = {"correction beside torch's": _correction} if bench.model.decoder.kernels.has_correction else {}
     for name, check in (CHECKS | own).items():
         yield case(name, "checks", partial(checked, bench, length, name, check))
@@ -121,10 +115,6 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
             row["load_gb_s"] = kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
             row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
     return [row]
-
-
-def profiled(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
-    return [{"length": length, "case": name, **profile(_run(bench, length, name))}]
 
 
 Done = Prefilled | PrefillResult | Tensor
@@ -223,13 +213,6 @@ class Decoding:
             for _, event in self._core.step():
                 if isinstance(event, Failed):
                     raise event.error
-
-
-def profiled_decode(bench: Bench, length: int) -> list[dict[str, Any]]:
-    with Decoding(bench, length, 1) as decoding:
-        decoding.run(WARM_STEPS)
-        found = profile(partial(decoding.run, bench.scenario.decode_steps))
-    return [{"length": length, "case": f"{bench.scenario.decode_steps} decode steps", **found}]
 
 
 Pair = tuple[Tensor, Tensor]  # what was computed, and what it is compared with

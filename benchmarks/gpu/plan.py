@@ -23,7 +23,7 @@ PLAN = (
         "end_to_end",
         130,
         "full prefill, `query` .15 with the default codec, `hkvd` .15, both uncorrected, both with their KV in the pool, "
-        "transformers; loading, decoding at batch 1, 8 and 32, first token, GPU busy share; longer prompts",
+        "transformers; loading, decoding at batch 1, 8 and 32, first token; longer prompts",
     ),
     Part("kernel checks", "checks", 60, "every kernel against fp64", processes=8),
     Part("llama-3.2-1b", "end_to_end", 50, "the same for a small model"),

@@ -1,14 +1,12 @@
-"""Time device work (CUDA graphs over several input sets, medians), and count the kernels that a run launches."""
+"""Time device work: CUDA graphs over several input sets, medians."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.profiler import ProfilerActivity
 
 Call = Callable[[], object]
 
@@ -69,36 +67,3 @@ def num_input_sets(bytes_a_call: int, device: torch.device, *, most: int = 16) -
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(most, -(-3 * cache // max(1, bytes_a_call))))
-
-
-def profile(run: Callable[[], object]) -> dict[str, Any]:
-    """Return {kernels, copies, busy_ms, wall_ms, busy_share} of a run, after one that compiles. busy_ms: time with at
-    least one kernel or copy running, on any stream."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        wall = time.perf_counter() - start
-    found = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    row = {**summed(found), "wall_ms": wall * 1e3}
-    return {**row, "busy_share": row["busy_ms"] / row["wall_ms"]}
-
-
-def summed(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
-    """Return {kernels, copies, busy_ms} of (name, start, end) in microseconds; overlapping time counts once."""
-    kernels = copies = 0
-    busy, until = 0.0, float("-inf")
-    for name, start, end in sorted(events, key=lambda event: event[1]):
-        if name.startswith(("Memcpy", "Memset")):
-            copies += 1
-        else:
-            kernels += 1
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return {"kernels": kernels, "copies": copies, "busy_ms": busy / 1e3}

@@ -31,7 +31,6 @@ from gpu.model import read_config  # noqa: E402
 from gpu.plan import PLAN, Part  # noqa: E402
 from gpu.report import markdown  # noqa: E402
 from gpu.runner import Clock, Runner  # noqa: E402
-from gpu.timing import summed  # noqa: E402
 
 from cacheblend_cli.model.families import spec_from_config  # noqa: E402
 from cacheblend_cli.model.weight_map import expected_shapes  # noqa: E402
@@ -304,11 +303,6 @@ def test_a_profile_and_the_targets_are_reported() -> None:
 def test_the_committed_page_is_that_of_the_committed_rows(device: str) -> None:
     path = ROOT / "benchmarks" / "results" / f"gpu-{device}.json"
     assert markdown(json.loads(path.read_text())) == path.with_suffix(".md").read_text()
-
-
-def test_busy_time_counts_what_overlaps_once() -> None:
-    events = [("gemm", 0.0, 1000.0), ("Memcpy HtoD", 500.0, 1500.0), ("rope", 2000.0, 2500.0), ("gemm", 2100.0, 2200.0)]
-    assert summed(events) == {"kernels": 3, "copies": 1, "busy_ms": 2.0}
 
 
 def test_a_pack_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

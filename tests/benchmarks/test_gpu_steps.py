@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,10 @@ from cacheblend_cli.engine.worker import memory
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu import end_to_end, speeds  # noqa: E402
+from gpu import speeds  # noqa: E402
 from gpu.context import Context  # noqa: E402
 from gpu.log import Log  # noqa: E402
 from gpu.steps import run_step  # noqa: E402
-from gpu.timing import summed  # noqa: E402
 
 
 @pytest.fixture
@@ -44,17 +42,10 @@ def gpu() -> Iterator[FakeGpu]:
             gc.unfreeze()
 
 
-def profiled(run: Any) -> dict[str, Any]:
-    """Stand in for the profiler, which needs CUDA."""
-    run()
-    return {**summed([]), "wall_ms": 1.0, "busy_share": 0.0}
-
-
-@pytest.mark.parametrize(("step", "least"), [("ceilings", 3), ("kernel speeds", 14), ("llama-3.1-8b", 34)])
+@pytest.mark.parametrize(("step", "least"), [("ceilings", 3), ("kernel speeds", 14), ("llama-3.1-8b", 24)])
 def test_a_part_runs_on_a_device(
     step: str, least: int, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(end_to_end, "profile", profiled)
     monkeypatch.setitem(speeds.SDPA, "cudnn", speeds.SDPA["flash"])  # a CPU has no cuDNN
     log = Log(tmp_path / "log.jsonl")
     code = run_step(Context(step, torch.device("cuda", 0), True, tmp_path, log, time.time() + 600))
