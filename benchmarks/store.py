@@ -195,7 +195,9 @@ def measure_write(folder: Path, arguments: argparse.Namespace) -> Part:
     spec = shape()
     chunks = [make_chunk(spec, seed) for seed in range(NUM_WRITTEN)]
     sizes = [sum(map(len, blobs)) for _, blobs in chunks]
-    groups, single = grouped(chunks), [[chunk] for chunk in chunks]
+    count = -(-GROUP_BYTES // sizes[0])  # of a group, if chunks come faster than they are written
+    groups = [chunks[first : first + count] for first in range(0, NUM_WRITTEN, count)]
+    single = [[chunk] for chunk in chunks]
     cases = {
         "groups": lambda: write_store(folder, groups),
         "file": lambda: write_file(folder, [chunks]),
@@ -210,32 +212,15 @@ def measure_write(folder: Path, arguments: argparse.Namespace) -> Part:
     }  # fmt: skip
 
 
-def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks as `collect.commits` does if they come faster than they are written."""
-    groups, size = [list[Chunk]()], 0
-    for chunk in chunks:
-        groups[-1].append(chunk)
-        size += sum(map(len, chunk[1]))
-        if size >= GROUP_BYTES:
-            groups.append([])
-            size = 0
-    return [group for group in groups if group]
-
-
 def write_store(folder: Path, groups: Groups) -> float:
     """Return seconds of commits into an empty store."""
     path = folder / "written"
     shutil.rmtree(path, ignore_errors=True)
     with ChunkStore.open(path, mode="write") as store:
         os.sync()
-        seconds = timed(lambda: put(store, groups))
+        seconds = timed(lambda: [store.put_chunks(group) for group in groups])
     shutil.rmtree(path)
     return seconds
-
-
-def put(store: ChunkStore, groups: Groups) -> None:
-    for group in groups:
-        store.put_chunks(group)
 
 
 def write_file(folder: Path, groups: Groups) -> float:
