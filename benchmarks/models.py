@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -31,7 +30,7 @@ import hub_generic
 import hub_models
 from parity import Parity, compare, write_documents
 
-from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config
+from cacheblend_cli.model.families import FAMILIES, WRAPPERS
 from cacheblend_cli.model.families.refusals import UNSUPPORTED
 
 PARITY, PAGE = RESULTS / "models.md", ROOT / "docs" / "models.md"
@@ -44,7 +43,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     table = parity_table()
     fill(PARITY, table=table)
-    fill(PAGE, families=families(table), kv=kv_table(), refused=refused())
+    fill(PAGE, families=families(table), refused=refused())
 
 
 def fill(page: Path, **blocks: str) -> None:
@@ -89,42 +88,6 @@ def parity_table() -> str:
         f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))} tokens; torch {torch.__version__.split('+')[0]}, "
         f"transformers {transformers.__version__}, {platform.machine()}.{_speed_setup()}\n"
     )
-    return text
-
-
-LATENT_SHAPES: dict[str, tuple[dict[str, Any], str]] = {
-    "DeepSeek-V3 (671B)": ({"model_type": "deepseek_v3"}, "Llama-3.1-405B"),
-    "DeepSeek-V2-Lite (16B)": (
-        {"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_experts_per_tok": 6},
-        "Qwen3-14B",
-    ),
-    "GLM-4.7-Flash (30B)": ({"model_type": "glm4_moe_lite"}, "Qwen3-30B-A3B"),
-    "MiniCPM3-4B": ({"model_type": "minicpm3"}, "Qwen3-4B"),
-    "Youtu-LLM-2B": ({"model_type": "youtu"}, "Qwen3-1.7B"),
-}  # fmt: skip
-GROUPED_SHAPES = {  # layers, KV heads, head_dim
-    "Llama-3.1-405B": (126, 8, 128), "Qwen3-14B": (40, 8, 128), "Qwen3-30B-A3B": (48, 4, 128), "Qwen3-4B": (36, 8, 128),
-    "Qwen3-1.7B": (28, 8, 128),
-}  # fmt: skip
-
-
-def kv_table() -> str:
-    """Return what KV of a token takes in 16 bits, of published models with latent attention and of models of about
-    their size with grouped heads; the first are computed from the classes' own shapes."""
-    text = "| model | latent and position key | K and V of its heads | a model of that size | K and V there | share |\n|---|---|---|---|---|---|\n"
-    for name, (config, other) in LATENT_SHAPES.items():
-        spec, (layers, heads, dim) = spec_from_config(config), GROUPED_SHAPES[other]
-        assert spec.latent is not None
-        grouped = spec_from_config(
-            {"model_type": "llama", "vocab_size": 1, "hidden_size": heads * dim, "intermediate_size": 1, "num_hidden_layers": layers,
-             "num_attention_heads": heads, "head_dim": dim}
-        ).kv_bytes_per_token(2)  # fmt: skip
-        own = spec.kv_bytes_per_token(2)
-        heads_kv = 2 * spec.num_layers * spec.num_heads * (spec.latent.nope_dim + spec.head_dim + spec.latent.value_dim)
-        text += (
-            f"| {name}, {spec.num_layers} x ({spec.latent.rank} + {spec.head_dim}) | {own / 1024:.1f} KiB | {heads_kv / 1024:.0f} KiB | "
-            f"{other}, {layers} x 2 x {heads} x {dim} | {grouped / 1024:.0f} KiB | {own / grouped:.2f} |\n"
-        )
     return text
 
 

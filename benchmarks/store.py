@@ -5,7 +5,7 @@
 The parts; the others stay as they were:
 
 load    2,048 tokens of Qwen2.5-0.5B's shape from the page cache into a bf16 pool, every digest checked, K rotated, from
-        every --kv-dtype; the same from the disk; and encoding a chunk. Best of the rounds after a warm-up
+        every --kv-dtype; best of the rounds after a warm-up
 write   groups of chunks as `precompute` commits them, durable on return, against write() and one fsync; and one chunk
         per commit against write() and fsync of each; in alternating order, best of the rounds
 many    100,000 chunks: opening, look-ups, one page of `chunks ls`, ids by prefix; medians
@@ -38,7 +38,6 @@ from cacheblend_store.format.blobs import CODECS, blob_spec, encode_blob
 from cacheblend_store.format.codecs import encode_kv
 from cacheblend_store.lmdb_file.datafile import DATA
 from machine import CLI, RESULTS, ROOT, Others, read_result, save, table, timed
-from torch import Tensor
 
 from cacheblend_cli.collect.commits import GROUP_BYTES
 from cacheblend_cli.kv.loader import make_loader
@@ -148,7 +147,6 @@ def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple
 
 def measure_load(folder: Path, arguments: argparse.Namespace) -> Part:
     spec, cases, prompts = shape(), dict[str, Callable[[], float]](), dict[str, Prompt]()
-    layers = [torch.randn(2, CHUNK_TOKENS, spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_layers)]
     with ExitStack() as stores:
         for codec in CODECS:
             path = folder / codec
@@ -156,8 +154,6 @@ def measure_load(folder: Path, arguments: argparse.Namespace) -> Part:
             cases |= {
                 f"{codec} load": partial(timed, prompt.load),
                 f"{codec} cpu": partial(timed, prompt.load, time.process_time),
-                f"{codec} cold": partial(_cold, path, prompt.load),
-                f"{codec} encode": partial(timed, partial(_encode, layers, codec)),
             }
         best = best_and_median(cases, arguments.rounds)[0]
     values = 2 * spec.num_layers * TOKENS * spec.num_kv_heads * spec.head_dim
@@ -167,27 +163,11 @@ def measure_load(folder: Path, arguments: argparse.Namespace) -> Part:
             "bytes_per_token": prompt.num_bytes / TOKENS,
             "bits_per_value": 8 * prompt.num_bytes / values,
             "load_gb_per_s": prompt.num_bytes / best[f"{codec} load"] / 1e9,
-            **{f"{name}_ms": best[f"{codec} {name}"] * 1000 for name in ("load", "cpu", "cold", "encode")},
+            **{f"{name}_ms": best[f"{codec} {name}"] * 1000 for name in ("load", "cpu")},
         }
         for codec, prompt in prompts.items()
     ]
     return {"rounds": arguments.rounds, "codecs": rows}
-
-
-def _cold(store: Path, load: Callable[[], None]) -> float:
-    """Time a load after the file's pages were dropped from the page cache."""
-    file = os.open(store / DATA, os.O_RDONLY)
-    try:
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
-    return timed(load)
-
-
-def _encode(layers: list[Tensor], codec: str) -> None:
-    for k, v in layers:
-        encode_kv(k, v, codec)
 
 
 def measure_write(folder: Path, arguments: argparse.Namespace) -> Part:
@@ -314,13 +294,16 @@ def _load(part: Part) -> list[str]:
         "load, ms": "{load_ms:.1f}", "CPU, ms": "{cpu_ms:.1f}", "GB/s": "{load_gb_per_s:.2f}",
         "cold, ms": "{cold_ms:.1f}", "encode a chunk, ms": "{encode_ms:.1f}",
     }  # fmt: skip
+    figures = {
+        title: form for title, form in figures.items() if form[1:].split(":")[0].rstrip("}") in part["codecs"][0]
+    }
     return [
         "## Loading",
         "",
         f"{TOKENS} tokens of Qwen2.5-0.5B's shape in chunks of {CHUNK_TOKENS}, out of the page cache with every "
         "digest checked, into a bf16 pool that was used before: dequantised, and K rotated on the way. CPU: of all "
-        "threads. cold: after the file's pages were dropped from the page cache. encode: a chunk of fp32 KV. One thread "
-        f"loads for every two cores. Best of {part['rounds']} rounds, each of all codecs.",
+        "threads. cold: after the file's pages were dropped from the page cache; encode: a chunk of fp32 KV (both in an "
+        f"earlier version). One thread loads for every two cores. Best of {part['rounds']} rounds, each of all codecs.",
         "",
         *table(tuple(figures), ([form.format(**row) for form in figures.values()] for row in part["codecs"])),
     ]

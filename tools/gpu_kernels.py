@@ -136,26 +136,17 @@ def raise_failed(name: str, row: dict[str, Any]) -> None:
 
 def warm_up_model(name: str, backend: TritonBackend) -> None:
     """Launch what the engine's warm-up launches for a model with few layers and a small vocabulary."""
-    from gpu.model import read_config
+    from gpu.model import random_model, read_config
 
     from cacheblend_cli.engine.worker.memory import warm_up
     from cacheblend_cli.kv.pool import KVPool
-    from cacheblend_cli.model.decoder import Decoder
-    from cacheblend_cli.model.families import spec_from_config
-    from cacheblend_cli.model.weight_map import expected_shapes
 
-    config = read_config(name)
-    spec = spec_from_config({**config, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY})
-    shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
-    weights = {target: torch.zeros(shape, dtype=torch.bfloat16) for target, shape in shapes.items()}
-    if spec.tied:
-        weights["lm_head"] = weights["embed"]
-    decoder = Decoder(spec, weights, backend, torch.bfloat16)
-    pool = KVPool.of(decoder, ROOM, 64)
+    config = {**read_config(name), "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    decoder = random_model(name, config, CPU, torch.bfloat16, backend).decoder
+    spec, pool = decoder.spec, KVPool.of(decoder, ROOM, 64)
     warm_up(decoder, pool)
-    layer = decoder.layers[0]
     q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=torch.bfloat16)
-    backend.warm_up(q, pool.layers[0], layer.attention, spec.max_context)
+    backend.warm_up(q, pool.layers[0], decoder.layers[0].attention, spec.max_context)
 
 
 def warm_up_family(model: Any, backend: TritonBackend) -> None:

@@ -75,9 +75,8 @@ class Pair:
         self._wait("serve", f"http://127.0.0.1:{self.port}/ready")
 
     def ask(self, question: str = QUESTION, tenant: str = "ada", **more: Any) -> dict[str, Any]:
-        reply = self.client.post(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions", json=body(question, **more), headers=bearer(tenant)
-        )
+        url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
+        reply = self.client.post(url, json=body(question, **more), headers=bearer(tenant))
         return dict(reply.raise_for_status().json())
 
     def own(self, ids: list[int], **more: Any) -> list[int]:
@@ -219,12 +218,8 @@ def cut_hand_over(pair: Pair, ids: list[int]) -> dict[str, Any]:
     from cacheblend_vllm.handover import digest_of
 
     name, digest = "c" * 32, digest_of(ids)
-    header = json.dumps(
-        {
-            "__metadata__": {"digest": digest},
-            "k.0": {"dtype": "F32", "shape": [len(ids), 2, 32], "data_offsets": [0, 9]},
-        }
-    )
+    k = {"dtype": "F32", "shape": [len(ids), 2, 32], "data_offsets": [0, 9]}
+    header = json.dumps({"__metadata__": {"digest": digest}, "k.0": k})
     (pair.shm / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     return {"cacheblend": {"id": name, "num_tokens": len(ids), "digest": digest}}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_kernels import select_backend
+from cacheblend_kernels import KernelBackend, select_backend
 from torch import Tensor
 
 from cacheblend_cli.demo import model_dir
@@ -46,7 +46,9 @@ class RandomModel(LoadedModel):
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def random_model(name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> RandomModel:
+def random_model(
+    name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype, kernels: KernelBackend | None = None
+) -> RandomModel:
     """Return a model with normal weights of standard deviation 1 / sqrt(inputs), norms of 1, and the demo model's
     tokenizer."""
     spec = spec_from_config(config)
@@ -62,7 +64,7 @@ def random_model(name: str, config: dict[str, Any], device: torch.device, dtype:
     return RandomModel(
         name=name,
         path=model_dir(),
-        decoder=Decoder(spec, dict(weights), select_backend("auto", device), dtype),
+        decoder=Decoder(spec, dict(weights), kernels or select_backend("auto", device), dtype),
         tokenizer=Tokenizer(model_dir()),
         fingerprint=f"random weights of seed 0, {name}, {dtype}",
         eos_ids=frozenset(),
