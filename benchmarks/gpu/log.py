@@ -107,6 +107,8 @@ def assemble(lines: list[Line], on: str, tiny: bool, earlier: Row | None = None)
         steps = {line["step"] for line in lines if line["event"] == "ready"}
         for part in PARTS:
             result[part] = [row for row in earlier[part] if row["step"] not in steps] + result[part]
+        for part in ("faults", "skipped"):
+            result[part] = [line for line in earlier[part] if not line.startswith(tuple(steps))] + result[part]
     result["times"] = with_speedups(result["times"])
     result["assumed"] = [name for name in ASSUMED if name not in result["ceilings"]]
     result["ceilings"] = ASSUMED | result["ceilings"]

@@ -260,6 +260,7 @@ def test_parts_that_run_again_replace_their_rows_alone(tmp_path: Path) -> None:
     for step, error in (("kernel checks", 2.0), ("families", 0.5)):
         log.write(step, "(ready)", "ready")
         log.write(step, "case", "row", part="checks", row=check | {"error": error, "ok": error < 1})
+        log.write(step, "hangs", "fault", message="nothing came")
     earlier = assemble(log.lines(), HERE, tiny=True)
     assert [(row["cases"], len(row["wrong"])) for row in earlier["checks"]] == [(1, 1), (1, 0)]
     again = Log(tmp_path / "again.jsonl")
@@ -268,6 +269,7 @@ def test_parts_that_run_again_replace_their_rows_alone(tmp_path: Path) -> None:
     result = assemble(again.lines(), HERE, tiny=True, earlier=earlier)
     assert {row["step"]: row["error"] for row in result["checks"]} == {"families": 0.5, "kernel checks": 0.25}
     assert "2 of 2 are within tolerance" in markdown(result)
+    assert result["faults"] == ["families, hangs: nothing came"]
 
 
 def test_a_package_that_is_missing_ends_it_before_anything_is_run(
