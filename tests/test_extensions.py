@@ -155,7 +155,7 @@ def test_the_vllm_connector_is_a_decoder(tmp_path: Path, monkeypatch: pytest.Mon
     install(ROOT / "connectors/vllm", tmp_path / "packages")
     write_checkpoint(tmp_path / "tiny", "qwen2", max_position_embeddings=1024)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.float32).eval()
-    paths = [ROOT, ROOT / "store", ROOT / "kernels", tmp_path / "packages"]
+    paths = [ROOT, ROOT / "documents", ROOT / "store", ROOT / "kernels", tmp_path / "packages"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     with fake_vllm.serving(FakeServer(loaded, HandOverSource(str(tmp_path / "shm"), None))) as fake:
         flags = ("--decoder", f"vllm:{fake.url},{tmp_path / 'shm'}", "--port", "0", "--model", str(tmp_path / "tiny"))

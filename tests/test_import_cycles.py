@@ -8,7 +8,9 @@ import grimp
 import pytest
 
 
-@pytest.mark.parametrize("package", ["cacheblend_cli", "cacheblend_store", "cacheblend_kernels"])
+@pytest.mark.parametrize(
+    "package", ["cacheblend_cli", "cacheblend_documents", "cacheblend_store", "cacheblend_kernels"]
+)
 def test_imports_have_no_cycle(package: str) -> None:
     graph = grimp.build_graph(package)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}

@@ -50,9 +50,12 @@ def selected(
 ) -> dict[str, Any]:
     """Return the given fields of a Selection. An empty pattern clears the remembered ones. Raises UsageError."""
     if ocr:
-        from cacheblend_cli.corpus.ocr import check_ocr
+        from cacheblend_documents.ocr import check_ocr
 
-        check_ocr(ocr_languages)
+        from cacheblend_cli.corpus.documents import ocr_errors
+
+        with ocr_errors():
+            check_ocr(ocr_languages)
     found = {
         "include": tuple(filter(None, include)) if include else None,
         "exclude": tuple(filter(None, exclude)) if exclude else None,

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import chain, pairwise, tee
 from typing import Any
 
+from cacheblend_documents.converter import NoDocument
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
 from cacheblend_store.format.keys import unpack_ids
 from cacheblend_store.format.records import decode_manifest, document_key, encode_document
@@ -22,7 +23,6 @@ from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.collect.summaries import ChunkSize, Settled
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cut_process import cutter_of
 from cacheblend_cli.corpus.cutting import CutSettings
 from cacheblend_cli.corpus.documents import Document, DocumentFile

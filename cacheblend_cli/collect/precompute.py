@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from cacheblend_documents.converter import NoDocument
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Cluster
@@ -23,7 +24,6 @@ from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.storing import PlanStorage
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.layout import shortened
 from cacheblend_store import ChunkStore, StoreError
 from cacheblend_store.writer import StoreWriter
 
@@ -15,11 +17,9 @@ from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.citations import TITLE
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cut_process import cutter_of
 from cacheblend_cli.corpus.cutting import CutSettings
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import shortened
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 
+from cacheblend_documents.layout import Kind
 from cacheblend_store import NOWHERE, Locator
 
-from cacheblend_cli.corpus.layout import Kind
 from cacheblend_cli.corpus.outline import heading_spans
 from cacheblend_cli.corpus.tables import Tables
 

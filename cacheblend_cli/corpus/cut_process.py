@@ -13,16 +13,16 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import msgspec
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.layout import TextLayout
+from cacheblend_documents.limited_process import MIB, LimitedProcess, ProcessEnded, limits, receive_greeting, serve
 from cacheblend_store.conversion import decoder
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.errors import TextRefused
-from cacheblend_cli.limited_process import MIB, LimitedProcess, ProcessEnded, limits, receive_greeting, serve
 from cacheblend_cli.model.text_encoder import TextEncoder
 from cacheblend_cli.model.tokenizer import Tokenizer
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
+from cacheblend_documents.layout import TextLayout
 from cacheblend_store import Locator
 
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout, bounded
 from cacheblend_cli.corpus.outline import Outline
-from cacheblend_cli.corpus.places import is_stdin
+from cacheblend_cli.corpus.places import bounded, is_stdin
 from cacheblend_cli.corpus.tables import Tables
 
 CUT_VERSION = 4

@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,19 +19,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cacheblend_documents.converter import NoDocument, from_markdown, from_plain
+from cacheblend_documents.formats import PLAIN, converter_of
+from cacheblend_documents.layout import PLAIN as PLAIN_LAYOUT
+from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.ocr import OcrError, convert_with_ocr
+from cacheblend_documents.process import ConverterProcess
 from cacheblend_store.conversion import convert
 from msgspec import ValidationError
 
 from cacheblend_cli.cancellation import Cancellation
-from cacheblend_cli.corpus.converters import PLAIN, converter_of
-from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
-from cacheblend_cli.corpus.converters.process import ConverterProcess
-from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
-from cacheblend_cli.corpus.layout import Converted, TextLayout
-from cacheblend_cli.corpus.ocr import convert_with_ocr
 from cacheblend_cli.corpus.places import STDIN, is_stdin, place_of, text_of
 from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unwanted, walk
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.version import __version__
 
 READ_VERSION = 5
@@ -126,7 +126,8 @@ class Conversions:
 
     def _convert(self, file: Path, ocr: str) -> Converted:
         data, convert = _bytes(file), partial(self._process.convert, file.name)
-        return _ended(convert_with_ocr(convert, data, ocr) if ocr else convert(data))
+        with ocr_errors():
+            return _ended(convert_with_ocr(convert, data, ocr) if ocr else convert(data))
 
     def _keep(self, name: str, state: tuple[object, ...], converted: Converted) -> None:
         if name in self._known:
@@ -136,6 +137,15 @@ class Conversions:
         while self._characters > MAX_CHARACTERS:
             _, oldest = self._known.pop(next(iter(self._known)))
             self._characters -= len(oldest.text)
+
+
+@contextmanager
+def ocr_errors() -> Iterator[None]:
+    """Convert OcrErrors to UsageErrors."""
+    try:
+        yield
+    except OcrError as error:
+        raise UsageError(str(error), f"{error.hint}; --no-ocr reads without it") from error
 
 
 MAX_BYTES = 256 << 20

@@ -12,7 +12,8 @@ import stat
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_documents.converter import NoDocument
+
 from cacheblend_cli.corpus.ignore_patterns import MAX_SIZE, Folder, IgnorePatterns, TooManyPatterns
 from cacheblend_cli.corpus.places import is_within
 from cacheblend_cli.errors import UsageError

@@ -1,4 +1,4 @@
-"""Document names, and how they are shown.
+"""Names of documents and of places in them, and how they are shown.
 
 A document's name is its real path: absolute, with links resolved. Stdin is named after the current project, or the
 current directory without a project, with `//-` at the end, which no real path has.
@@ -10,9 +10,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_documents.layout import shortened, told_apart
 
 from cacheblend_cli.settings import FILE
 
+if TYPE_CHECKING:
+    from cacheblend_store import Locator
+
+_MAX_HEADINGS = 16  # innermost headings to keep: code can be nested deeper
 STDIN = "-"
 _STDIN = "//-"
 SENT, PUT = "(sent)/", "(put)/"
@@ -137,3 +144,9 @@ def _unescaped(name: str) -> bytes:
     """Undo `text_of`."""
     pieces = re.split(r"\\x([89a-f][0-9a-f])", name)
     return b"".join(bytes.fromhex(p) if i % 2 else os.fsencode(p) for i, p in enumerate(pieces))
+
+
+def bounded(locator: Locator) -> Locator:
+    """Return the locator with names within the limit."""
+    headings = tuple(map(shortened, locator.headings[-_MAX_HEADINGS:]))
+    return locator._replace(part=told_apart(locator.part), headings=headings)

@@ -19,8 +19,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
-from cacheblend_cli.corpus.converters.sheets.tables import cells_of, header_of
-from cacheblend_cli.corpus.layout import NAME_CHARACTERS, TextLayout
+from cacheblend_documents.layout import NAME_CHARACTERS, TextLayout
+from cacheblend_documents.sheets.tables import cells_of, header_of
 
 # Shares of a chunk that these take at most
 _HEADER = 1 / 4

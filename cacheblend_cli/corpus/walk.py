@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from cacheblend_cli.corpus.converters import converter_of
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.formats import converter_of
+
 from cacheblend_cli.corpus.ignore_patterns import Folder, IgnorePatterns
 from cacheblend_cli.corpus.ignore_rules import IgnoreRules
 from cacheblend_cli.corpus.places import is_within

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.formats import PLAIN, converter_of, readable_suffixes
+from cacheblend_documents.layout import shortened
 from cacheblend_store import DocumentRecord
 from msgspec.json import encode
 from starlette.requests import Request
@@ -16,11 +19,8 @@ from starlette.responses import JSONResponse, Response
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.corpus.citations import Citations, omissions_of, title_of
-from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffixes
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
-from cacheblend_cli.corpus.layout import bounded, shortened
-from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.places import PUT, SENT, bounded
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import WEAK, Lookup, more_note, search
 from cacheblend_cli.errors import QueueFull

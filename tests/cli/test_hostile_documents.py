@@ -14,9 +14,8 @@ from typing import Any
 import files
 import hostile
 import pytest
+from cacheblend_documents import process
 from torture import Ledger
-
-from cacheblend_cli.corpus.converters import process
 
 Cli = Callable[..., Any]
 

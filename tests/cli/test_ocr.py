@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.ocr import recognised
 from fake_ocr import FakeOcr, scanned_pdf
 from files import pdf, write
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.corpus import documents
-from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.ocr import recognised
 
 Cli = Callable[..., Any]
 SCAN, READ = scanned_pdf(["", ""]), pdf(["Mara leads billing.", "Jonas keeps a parrot."])
@@ -92,7 +92,7 @@ def test_without_the_program_it_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(options, "load_engine", lambda *given: pytest.fail("the model is loaded"))
     refused = cli("precompute", "docs", "--ocr")
     assert refused.code == 2
-    assert "--ocr needs the program ocrmypdf, which is not installed" in refused.err
+    assert "needs the program ocrmypdf, which is not installed" in refused.err
     assert "apt install ocrmypdf" in refused.err
     for arguments in (("--ocr", "--ocr-languages=-x"), ("--ocr", "--ocr-languages", "a b"), ("--ocr-languages", "deu")):
         assert cli("precompute", "docs", *arguments).code == 2

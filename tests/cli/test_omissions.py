@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_documents.layout import MOST_OMISSIONS, NAME_CHARACTERS, TextLayout
 from fake_ocr import scanned_pdf
 from files import write
 from omitting import leave_out
 
 from cacheblend_cli.cli.watch import _updater
 from cacheblend_cli.corpus.citations import omissions_of
-from cacheblend_cli.corpus.layout import MOST_OMISSIONS, NAME_CHARACTERS, TextLayout
 
 Cli = Callable[..., Any]
 CHART, PAGE = "2 charts (slides 3, 5)", "page 2 cannot be read"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from cacheblend_documents.layout import Kind
 from checkpoints import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus import chunker
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
-from cacheblend_cli.corpus.layout import Kind
 from cacheblend_cli.corpus.outline import heading_spans
 from cacheblend_cli.corpus.tables import Tables
 

@@ -7,18 +7,18 @@ from subprocess import run
 
 import pytest
 import tokenizers
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.layout import Kind, Mark, TextLayout
+from cacheblend_documents.limited_process import MIB
 from checkpoints import write_tokenizer
 from killing import killed_at_work
 
 from cacheblend_cli.cancellation import Cancellation, Cancelled
 from cacheblend_cli.corpus import cut_process
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cut_process import CutLimits, DocumentCutter
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import Kind, Mark, TextLayout
 from cacheblend_cli.errors import TextRefused
-from cacheblend_cli.limited_process import MIB
 from cacheblend_cli.model.text_encoder import TextEncoder
 from cacheblend_cli.model.tokenizer import Tokenizer
 

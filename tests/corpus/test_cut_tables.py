@@ -16,14 +16,14 @@ import pytest
 import slides
 import word_files
 import workbooks
+from cacheblend_documents.formats import converter_of
+from cacheblend_documents.layout import TextLayout
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout
 
 Rows = Sequence[Sequence[str]]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from cacheblend_documents.layout import Kind, Mark, TextLayout
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk, iter_cut
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import Kind, Mark, TextLayout
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.wording import Wording, check_prompt
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_documents.layout import TextLayout
 
 from cacheblend_cli.corpus import documents
 from cacheblend_cli.corpus.documents import Conversions, Document, Skipped, read_documents
-from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.corpus.places import place_of, shown
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError

@@ -7,6 +7,7 @@ import re
 from base64 import b64encode
 
 import pytest
+from cacheblend_documents.layout import Mark, TextLayout
 from cacheblend_store import DocumentChunk, DocumentRecord, Locator
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.records import decode_document, document_key, encode_document, seal
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.corpus import outline
 from cacheblend_cli.corpus.cutting import Locating
-from cacheblend_cli.corpus.layout import Mark, TextLayout
 from cacheblend_cli.corpus.outline import Outline
 
 MARKDOWN = """---

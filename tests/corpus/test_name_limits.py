@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from cacheblend_documents.json_records import from_json_lines, from_json_records
+from cacheblend_documents.layout import NAME_CHARACTERS, Converted, Mark, TextLayout
+from cacheblend_documents.mail.mail import from_mail
+from cacheblend_documents.web.html import from_html
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord, Locator
 from stored_texts import put_document
 
 from cacheblend_cli.collect.texts import document_of
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import TITLE, Citations
-from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
-from cacheblend_cli.corpus.converters.mail.mail import from_mail
-from cacheblend_cli.corpus.converters.web.html import from_html
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import NAME_CHARACTERS, Converted, Mark, TextLayout
 from cacheblend_cli.corpus.search import Lookup, search
 
 LONG = 100_000

@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from cacheblend_documents import limited_process
 from checkpoints import write_tokenizer
 from killing import killed_at_work
 
-from cacheblend_cli import limited_process
 from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model import template_process
 from cacheblend_cli.model.template_process import TemplateLimits, render

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cacheblend_documents.process import ConverterProcess
 from document_recall import measured, median, sample, tenth_percentile
 from real_packages import documents
-
-from cacheblend_cli.corpus.converters.process import ConverterProcess
 
 pytestmark = pytest.mark.real
 MOST_FILES = 150  # of a kind

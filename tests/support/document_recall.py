@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.process import ConverterProcess
 from document_references import reference_text
 from reference_sources import NoReference
-
-from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.process import ConverterProcess
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 _LEAST_WORDS = 10  # of a reference: a share of fewer says little

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-
-from cacheblend_cli.corpus.converters.process import ConverterProcess
-from cacheblend_cli.corpus.layout import Converted, TextLayout
+from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.process import ConverterProcess
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, omissions: Mapping[str, Sequence[str]]) -> None:
