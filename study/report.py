@@ -13,16 +13,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from settings import handbook_groups
+from settings import DEFAULT, handbook_groups
 
 from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
 
 STUDY = Path(__file__).parent
+DOCS = STUDY.parent / "docs"
 PAGES: dict[Path, Path | None] = {
     STUDY / "fidelity.md": STUDY / "fidelity.svg",
     STUDY / "handbook.md": None,
     STUDY / "claims.md": None,
     STUDY / "models.md": None,
+    DOCS / "fidelity.md": None,
 }
 """Each page, and where its plot goes."""
 MAIN_RATIO = 0.15
@@ -100,6 +102,7 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
         blocks |= {
             "answers": answers_table(answers),
             "answers by part": parts_table(answers),
+            "answers in short": short_answers(answers),
         }
     for name in CODEC_MEASURES.keys() & found.keys():
         blocks[name] = codec_table(name, found[name])
@@ -131,6 +134,30 @@ def answers_table(results: dict[str, Row]) -> str:
             lines.append(f"| {name} | {_title(row['label'])} | {' | '.join(cells)} | {row['unsupported'][0]:.1%} |")
             name = ""
     return "\n".join(lines)
+
+
+def short_answers(results: dict[str, Row]) -> str:
+    """Return a table of settings over models: F1 minus full prefill's, and the share of the same answers."""
+    lines = ["| | " + " | ".join(MODEL_NAMES[model] for model in results) + " |", "|---" * (len(results) + 1) + "|"]
+    rows = {model: {row["label"]: row for row in result["rows"]} for model, result in results.items()}
+    own = {model: max(of, key=lambda label: DEFAULT in label and of[label]["ratio"]) for model, of in rows.items()}
+    lines.append(f"| questions | {' | '.join(str(result['questions']) for result in results.values())} |")
+    lines.append(
+        f"| F1 of a full prefill | {' | '.join(_number(of['full prefill']['f1'][0]) for of in rows.values())} |"
+    )
+    for title, label in (
+        ("reuse", "reuse"),
+        ("CacheBlend's selection .15", "CacheBlend 0.15"),
+        ("default .15", f"{DEFAULT} 0.15"),
+    ):
+        lines.append(f"| {title} | {' | '.join(_short_answer(of[label]) for of in rows.values())} |")
+    cells = (f"{_short_answer(of[own[model]])} (at {_title(own[model])[-3:]})" for model, of in rows.items())
+    lines.append(f"| default, the model's own ratio | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _short_answer(row: Row) -> str:
+    return f"{_signed(row['f1_difference'])} · {row['same_answer'][0]:.0%}"
 
 
 def parts_table(results: dict[str, Row]) -> str:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -108,9 +109,17 @@ def test_the_commands_of_the_front_page_work(
     assert outs[-1].strip()
 
 
-def test_the_front_page_installs_the_pinned_model() -> None:
-    installs = re.findall(r"^    (pip install .+)$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert INSTALL in installs
+def test_the_page_on_installing_names_the_pinned_model() -> None:
+    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    assert INSTALL in re.findall(r"^    (pip install .+)$", page, re.MULTILINE)
+
+
+def test_the_page_on_installing_names_every_extra() -> None:
+    declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    rows = page.partition("| extra | for |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == set(declared["optional-dependencies"]) - {"dev"}
 
 
 def test_what_the_front_page_names_is_there() -> None:
