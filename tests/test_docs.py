@@ -88,6 +88,6 @@ def test_the_page_of_models_names_every_family() -> None:
 
 
 def test_architecture_names_many_symbols() -> None:
-    """The test above has something to check."""
+    """So that test_symbols_and_links_of_documents_exist has something to check."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert len(NAMED.findall(text)) > 30
