@@ -23,16 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.blobs import blob_size, blob_spec
 from cacheblend_store.format.codecs import coded, decode_kv
 from cacheblend_store.format.keys import CODEC_VERSION
 from cacheblend_store.format.levels import BITS
-from results import CORRECTION, digits, hardware, median, p90, write_result
+from results import CORRECTION, digits, hardware, write_result
 from sets import study_sets
-from wrapped import resolved
 
 from cacheblend_cli.blend.corrections import old_kv
 from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution, teacher_forced
@@ -91,7 +89,9 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, code
     """Return the divergence of the default at .15 over chunks collected alone and stored in each codec, and of plain
     reuse."""
     runtime, decoder = engine.runtime, engine.runtime.decoder
-    request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
+    chunks = SampleChunks(engine, store, [sample])
+    chunks.store([sample], ["sink"])
+    request = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, "sink")))
     done = prefill(runtime, request.in_full(), headroom=tokens)
     answer, reference = answered(done, tokens)
     done.sequence.release()
@@ -168,8 +168,7 @@ class Records:
 
 def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
     """Return a row per codec over the questions that have it: KL with 95 % intervals over the questions, its difference
-    from that of `baseline` on the same questions, the share of tokens with the same likeliest next token and of answers
-    with the same first 16."""
+    from that of `baseline` on the same questions, and the share of answers with the same first 16 tokens."""
     by: dict[str, dict[str, Any]] = {}
     for row in rows:
         by.setdefault(row["codec"], {})[row["question"]] = row
@@ -177,14 +176,11 @@ def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any
     for codec in sorted(by, key=[baseline, f"reuse {baseline}", *CODECS].index):
         of_all = list(by[codec].values())
         kl, bootstrap = [statistics.fmean(row["kl"]) for row in of_all], Bootstrap(len(of_all))
-        found: dict[str, Any] = {"codec": codec, "questions": len(of_all)}
-        for name, statistic in (("kl", mean), ("kl_median", median), ("kl_p90", p90)):
-            found[name] = digits(bootstrap.interval(statistic, kl))
+        found: dict[str, Any] = {"codec": codec, "questions": len(of_all), "kl": digits(bootstrap.interval(mean, kl))}
         if baseline in by and codec != baseline:
             exact = [statistics.fmean(by[baseline][question]["kl"]) for question in by[codec]]
             found["minus_exact"] = digits(bootstrap.interval(difference, kl, exact))
-        found["top1"] = digits(bootstrap.interval(mean, [float(np.mean(row["top1"])) for row in of_all]))
-        found["same"] = digits(bootstrap.interval(mean, [float(all(row["top1"][:16])) for row in of_all]))
+        found["same"] = round(statistics.fmean(all(row["top1"][:16]) for row in of_all), 4)
         out.append(found)
     return out
 

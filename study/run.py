@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from answer_scores import first_lines, parts_of
+from answer_scores import contains_reference, first_lines, parts_of
 from cacheblend_store import ChunkStore
 from report import PAGES, write_pages
 from results import (
     CORRECTION,
-    contains_reference,
     first_tokens,
     hardware,
     rows_of,
@@ -135,7 +134,7 @@ def main() -> None:
     elif not arguments.report:
         run(arguments, sets)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    write_pages(arguments.out, PAGES if arguments.out == RESULTS else {arguments.out / "report.md": None})
+    write_pages(arguments.out, PAGES if arguments.out == RESULTS else [arguments.out / "report.md"])
 
 
 def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
