@@ -102,7 +102,6 @@ class _Run:
         self._engine, self._store, self._settings = engine, store, settings
         self._max_tokens = options.max_tokens
         self._own_tokens = min(options.own_tokens or options.max_tokens, options.max_tokens)
-        self._encode = engine.model.tokenizer.encode_text
         self._records = RecordFile() if options.records is None else options.records
         self._chunks = SampleChunks(engine, store, samples, options.collecting)
         facts: dict[str, Any] = {
@@ -145,7 +144,7 @@ class _Run:
     def _measure(self, sample: Sample, missing: list[Setting], keys: dict[str, str]) -> None:
         """Run full prefill, then the missing settings, context by context."""
         contexts = _contexts(missing)
-        lengths = AnswerLengths(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
+        lengths = AnswerLengths(self._max_tokens, self._own_tokens)
         self._chunks.store([sample], contexts)
         full: Measured | None = None
         for context in contexts:
@@ -189,7 +188,6 @@ class _Run:
             recompute_fraction=found.prefilled.recompute_fraction,
             ttft_s=found.ttft_s,
             prefill_s=found.prefilled.prefill_s,
-            likelihood=found.likelihood,
             **_compared(found, full),
             **_scores(sample, found.text),
         )

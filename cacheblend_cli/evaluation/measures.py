@@ -23,12 +23,6 @@ _PIECES = 3  # slices of the noise floor's prefill
 class AnswerLengths:
     tokens: int  # maximum of full prefill's answer, over which settings are teacher-forced
     own_tokens: int  # maximum of a setting's own greedy answer, up to `tokens`
-    reference_ids: tuple[int, ...] = ()  # reference answer whose likelihood is measured
-
-    @property
-    def headroom(self) -> int:
-        """Number of positions that an answer needs after the prompt."""
-        return max(self.tokens, len(self.reference_ids))
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,6 @@ class Measured:
     ttft_s: float
     text: str  # the first own_tokens tokens of the answer
     answer_ids: list[int]  # full prefill's
-    likelihood: float | None  # reference answer, nats per token
     log_p: Tensor  # fp64 [num_answer_tokens, vocab_size], the distributions that predict answer_ids
     divergence: Divergence | None  # from full prefill, None for full prefill itself
     k: list[Tensor]  # rotated, fp32 [num_chunk_tokens, num_kv_heads, head_dim]
@@ -69,7 +62,7 @@ def run_setting(
     equals its answer as long as the most likely tokens agree, so it starts where they first differ: teacher forcing has
     computed the tokens before."""
     start = time.perf_counter()
-    done = run(engine, request, headroom=lengths.headroom)
+    done = run(engine, request, headroom=lengths.tokens)
     first = done.logits.clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
@@ -77,7 +70,6 @@ def run_setting(
         ids = done.answer(SamplingParams(max_tokens=lengths.tokens, stop_repetition=False)).token_ids
     else:
         ids = full.answer_ids
-    likelihood = _likelihood(done, lengths.reference_ids)
     attended = _Attended(engine.model.spec.num_layers)
     logits = torch.cat((first[None], done.predict(ids, attended)[1:]))
     log_p = log_distribution(logits)
@@ -95,7 +87,6 @@ def run_setting(
         ttft_s=ttft_s,
         text=text,
         answer_ids=ids,
-        likelihood=likelihood,
         log_p=log_p,
         divergence=found,
         k=k,
@@ -116,15 +107,6 @@ def prefill_in_pieces(engine: Engine, request: Request, *, headroom: int = 0) ->
 
 def _text(engine: Engine, token_ids: Sequence[int]) -> str:
     return engine.model.tokenizer.decode([i for i in token_ids if i not in engine.model.eos_ids])
-
-
-def _likelihood(done: Prefilled, answer_ids: Sequence[int]) -> float | None:
-    """Return the mean log-probability of the answer's tokens after the prompt, in nats. The answer's KV is written
-    after the prompt."""
-    if not answer_ids:
-        return None
-    log_p = log_distribution(done.predict(answer_ids))
-    return float(log_p[torch.arange(len(answer_ids)), list(answer_ids)].mean())
 
 
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
