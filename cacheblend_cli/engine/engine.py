@@ -44,7 +44,7 @@ from cacheblend_cli.types import (
     AskPlan,
     AskRequest,
     BlendParams,
-    PlannedChunk,
+    ChunkPlan,
     SamplingParams,
     TokenUse,
     ask_request,
@@ -123,7 +123,7 @@ class Engine(Documents):
             prompt.exact_tokens,
             prompt.fresh_tokens,
             kv_bytes(request),
-            [PlannedChunk(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
+            [ChunkPlan(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
             report,
             request.notes,
         )

@@ -33,7 +33,7 @@ from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.prompt.collection import kv_facts
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import SamplingParams, Speeds
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -85,7 +85,7 @@ class Runtime(Prompts):
         self.driver: Driver | OneProcess = OneProcess()
         self.say: Say = lambda text: None  # callback for what takes time once on a machine
         self.progress: Say = lambda text: None  # callback for what takes time
-        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see features/auto_ratio.py
+        self.speeds: dict[str, Speeds] = {}  # of this machine by codec, see features/auto_ratio.py
         self._memory = memory
 
     @classmethod

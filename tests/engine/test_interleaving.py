@@ -13,7 +13,6 @@ from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_store
 from cacheblend_cli.engine.core import executor
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Limits, Text
-from cacheblend_cli.engine.features.auto_ratio import controller_of
 from cacheblend_cli.engine.worker.prefill import PrefillOutput, PrefillState
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams
@@ -181,13 +180,13 @@ def test_a_chunk_that_turns_bad_during_the_pause_is_computed(stored: StoredEngin
 
 
 def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored.engine.runtime.controllers.clear()
+    stored.engine.runtime.speeds.clear()
     monkeypatch.setattr("cacheblend_cli.engine.features.auto_ratio.read_speeds", lambda file: None)
     driver = CoreDriver(stored, LIMITS)
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=20))
     until_text(driver, streaming)
     listener, state = driver.arrive(asked(stored, BLENDS["query"]), auto=True)
-    assert controller_of(stored.engine.runtime, state.request)._speeds is not None
+    assert state.request.collection.codec in stored.engine.runtime.speeds
     driver.run()
     [answer] = listener.done().answers
     assert answer.auto is not None
