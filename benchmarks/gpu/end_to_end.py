@@ -120,7 +120,7 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
         row["expected_s"] = expected_s(spec, bench.ceilings, length, bench.scenario.suffix, name, work.kv_bytes)
     row["tflop_s"] = prefill_flops(spec, work) / median / 1e12
     row["chosen"] = 0 if isinstance(done, Tensor) else len(_result(done).chosen)
-    loaders = [one.loader for _, one in found if isinstance(one, Prefilled)]
+    loaders = [one.result.loader for _, one in found if isinstance(one, Prefilled)]
     if loaders and work.kv_bytes:
         row["load_gb_s"] = work.kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
         row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
@@ -158,7 +158,7 @@ def _work(bench: Bench, length: int, name: str, done: Done) -> Work:
     if isinstance(done, Tensor):
         rows = [LayerReport(i, LayerStatus.AFTER_CHECK, length, 0) for i in range(spec.num_layers)]
         return Work(length, suffix, rows)
-    kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
+    kv_bytes = done.result.loader.num_bytes if isinstance(done, Prefilled) else 0
     probed = policy_of(_blend(name), spec.num_layers, bench.lossless).probe_layers if name.startswith("query") else ()
     return Work(length, suffix, _result(done).layers, kv_bytes, probed)
 

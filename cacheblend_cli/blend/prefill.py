@@ -15,6 +15,7 @@ position, never by row number. Exact spans are never rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,18 +27,33 @@ from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
+from cacheblend_cli.kv.device_time import DeviceTime
 from cacheblend_cli.kv.forward import FreshKV, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer, write_kv
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import LayerReport, LayerStatus
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
-@dataclass
+
+@dataclass(frozen=True)
 class PrefillResult:
-    logits: Tensor  # fp32 [number of output positions, vocab_size]
-    chosen: Tensor  # sorted positions that were recomputed in the last layers
-    layers: list[LayerReport] = field(default_factory=list)
+    """The prefill of a prompt: the whole one, or what is done after a step of it. It knows no request, so that a worker
+    returns it as the algorithm does."""
+
+    loader: KVLoader  # figures of loading, final once the prompt is done
+    num_filled: int  # leading positions whose KV is final
+    logits: Tensor = _NOTHING  # fp32 [number of output positions, vocab_size], once the prompt is done
+    chosen: Tensor = _NOTHING  # sorted positions that were recomputed in the last layers, int64
+    layers: Sequence[LayerReport] = ()  # of the whole prompt, () before it is done
+    time: DeviceTime = field(default_factory=DeviceTime)  # of a worker's steps so far
+    is_paused: bool = False  # between two layers of a step
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.layers)
 
     @property
     def fresh_token_layers(self) -> int:
@@ -66,7 +82,8 @@ def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor
     rows = steps.rows
     hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps)
     assert hidden is not None
-    return PrefillResult(hidden.logits(decoder), steps.candidates.positions, steps.reports)
+    chosen, num_filled = steps.candidates.positions, prompt.plan.num_tokens
+    return PrefillResult(prompt.loader, num_filled, hidden.logits(decoder), chosen, steps.reports)
 
 
 class BlendSteps(Steps):

@@ -114,9 +114,8 @@ def prefill(
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
             with PrefillState(decoder, request.source, sequence, given) as state:
-                output = state.rest() if output_positions is None else state.whole(output_positions(plan))
-                assert output.result is not None
-                done = Prefilled(request, output.result, output.loader, output.time, runtime=runtime, sequence=sequence)
+                result = state.rest() if output_positions is None else state.whole(output_positions(plan))
+                done = Prefilled(request, result, runtime=runtime, sequence=sequence)
             if report is None:
                 return done
             int(done.logits.argmax())  # a GPU is done when its result is on the host

@@ -79,7 +79,8 @@ class SpeedPrompt:
         try:
             int(done.logits.argmax())  # waits for a GPU's result on the host
             seconds = time.perf_counter() - start
-            return FirstToken(seconds, done.loader.load_s, done.loader.stall_s, done.loader.num_bytes)
+            loader = done.result.loader
+            return FirstToken(seconds, loader.load_s, loader.stall_s, loader.num_bytes)
         finally:
             done.sequence.release()
 

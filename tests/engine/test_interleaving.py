@@ -10,10 +10,11 @@ from itertools import pairwise
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core import executor
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Limits, Text
-from cacheblend_cli.engine.worker.prefill import PrefillOutput, PrefillState
+from cacheblend_cli.engine.worker.prefill import PrefillState
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams
 
@@ -96,9 +97,9 @@ def test_a_step_ends_before_the_layer_that_would_be_late(stored: StoredEngine, m
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=60))
     until_text(driver, streaming)
     monkeypatch.setattr(executor, "perf_counter", itertools.count().__next__)  # a layer takes a second
-    prefill, calls = driver.core.worker.prefill, list[list[PrefillOutput]]()
+    prefill, calls = driver.core.worker.prefill, list[list[PrefillResult]]()
 
-    def count(numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
+    def count(numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
         calls.append(prefill(numbers, max_rows))
         return calls[-1]
 

@@ -164,9 +164,9 @@ def test_through_the_buffers_arrives_what_was_stored(
         assert len(transfer.layers) == 4
         assert transfer._buffers == []  # kept for its figures, a loader keeps no buffers
         assert torch.equal(found.result.logits, expected.result.logits)
-        assert found.loader.num_bytes == expected.loader.num_bytes
-        assert found.loader.load_s > 0
-        assert found.loader.stall_s >= 0
+        assert found.result.loader.num_bytes == expected.result.loader.num_bytes
+        assert found.result.loader.load_s > 0
+        assert found.result.loader.stall_s >= 0
         n = found.plan.num_tokens
         for ours, theirs in zip(found.pool.tensors, expected.pool.tensors, strict=True):
             assert torch.equal(ours.view(-1, *ours.shape[2:])[:n], theirs.view(-1, *theirs.shape[2:])[:n])

@@ -123,7 +123,7 @@ class Controller:
 
         Ignores a prefill that computed a damaged chunk instead of loading it: its workload was different.
         """
-        speeds, work, loader = self._runtime.speeds[self._codec], report.work, done.loader
+        speeds, work, loader = self._runtime.speeds[self._codec], report.work, done.result.loader
         if report.decision.mode == "full":
             predicted = estimate_full(report.speeds, work)
         elif loader.num_bytes == work.kv_bytes:
