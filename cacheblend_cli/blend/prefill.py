@@ -60,16 +60,17 @@ class PrefillResult:
         return sum(report.fresh for report in self.layers)
 
 
-def blended_prefill(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> PrefillResult:
-    """Fill the sequence's KV for the whole prompt and return the logits at `output_positions` (default: the last).
-
-    Without cached segments in the plan this is a full prefill. Raises BadChunk if stored KV cannot be used.
-    """
-    return finish(blended_layers(prompt, policy, output_positions))
+def blended_prefill(prompt: Prompt, policy: BlendPolicy) -> PrefillResult:
+    """`blended_layers` without pauses."""
+    return finish(blended_layers(prompt, policy))
 
 
 def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> Pass[PrefillResult]:
-    """`blended_prefill`, with pauses between layers."""
+    """Fill the sequence's KV for the whole prompt, with pauses between layers, and return the logits at
+    `output_positions` (default: the last).
+
+    Without cached segments in the plan this is a full prefill. Raises BadChunk if stored KV cannot be used.
+    """
     decoder = prompt.decoder
     if output_positions is None:
         output_positions = torch.full((1,), prompt.plan.num_tokens - 1, device=decoder.device)

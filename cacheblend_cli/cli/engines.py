@@ -100,15 +100,13 @@ class LocalEngine:
         return self._told(request, self.engine.events(request))
 
     def _told(self, request: Request, events: Iterator[Event]) -> Iterator[AnswerEvent]:
-        from cacheblend_cli.engine.events import Done, Reasoning, Text
+        from cacheblend_cli.engine.events import Done
 
         yield Notes(list(request.notes))
         yield request.progress()
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, Progress) or (isinstance(event, Piece) and event.index == 0):
                 yield event
-            elif isinstance(event, Text | Reasoning) and event.index == 0:
-                yield Piece(event.text, isinstance(event, Reasoning))
             elif isinstance(event, Done):
                 answer = event.answers[0]
                 yield CompletedAnswer(answer, [], *self.engine.explain(request, answer))

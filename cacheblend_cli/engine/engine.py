@@ -22,7 +22,7 @@ from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.documents import Documents
 from cacheblend_cli.engine.engine_thread import answer_of
-from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say
 from cacheblend_cli.engine.features.auto_ratio import decided, kv_bytes
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.outer_ranks import outer_ranks
@@ -45,6 +45,7 @@ from cacheblend_cli.types import (
     AskRequest,
     BlendParams,
     ChunkPlan,
+    Piece,
     SamplingParams,
     TokenUse,
     ask_request,
@@ -210,7 +211,7 @@ class Engine(Documents):
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""
         request = self._resolved_request(self._asked(question, about))
         with closing(self.events(request)) as events:
-            yield from (event.text for event in events if isinstance(event, Text))
+            yield from (event.text for event in events if isinstance(event, Piece) and not event.reasoning)
 
     def ask_many(self, questions: Iterable[str | AskRequest], **about: Any) -> list[Answer]:
         """Return the answers in order. Requests are batched, and queued as the engine has room. Raises the error of the
@@ -272,7 +273,7 @@ class Engine(Documents):
             while not isinstance(event := await events.get(), Done):
                 if isinstance(event, Failed):
                     raise event.error
-                if isinstance(event, Text):
+                if isinstance(event, Piece) and not event.reasoning:
                     yield event.text
         finally:
             left.set()

@@ -119,13 +119,8 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
     """Return K (rotated) and V of the chunks' tokens, fp32, one per layer."""
     positions = torch.cat([torch.arange(s.start, s.end) for s in done.plan.chunks])
     slots = done.sequence.slots(positions.to(done.pool.device))
-
-    def rows(cache: Tensor, scale: Tensor | None) -> Tensor:
-        found = cache.view(-1, *cache.shape[2:])[slots].float()
-        return found if scale is None else found * scale[:, None]
-
-    pool = done.pool
-    return [rows(c.k, c.k_scale) for c in pool.layers], [rows(c.v, c.v_scale) for c in pool.layers]
+    layers = [done.pool.read(layer, slots) for layer in range(len(done.pool.layers))]
+    return [k for k, _ in layers], [v for _, v in layers]
 
 
 class _Attended(Steps):

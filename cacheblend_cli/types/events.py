@@ -26,10 +26,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of the answer, or of the reasoning before it."""
+    """A piece of an answer, or of the reasoning before it. It ends with a whole character, and an answer's contains no
+    part of a stop string."""
 
     text: str
     reasoning: bool = False
+    index: int = 0  # of the answer, if there are several
 
 
 @dataclass(frozen=True)

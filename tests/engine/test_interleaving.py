@@ -13,10 +13,10 @@ from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_store
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core import executor
 from cacheblend_cli.engine.core.sequence import RequestState
-from cacheblend_cli.engine.events import Done, Limits, Text
+from cacheblend_cli.engine.events import Done, Limits
 from cacheblend_cli.engine.worker.prefill import PrefillState
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.types import AskRequest, BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams, Piece
 
 LAYERS = 6
 LIMITS = Limits(
@@ -55,7 +55,7 @@ def paused(driver: CoreDriver, state: RequestState) -> bool:
 
 
 def until_text(driver: CoreDriver, listener: Listener) -> None:
-    while not any(isinstance(e, Text) for e in listener.events):
+    while not any(isinstance(e, Piece) for e in listener.events):
         driver.step()
 
 

@@ -10,8 +10,8 @@ from math import inf
 from torch import Tensor
 
 from cacheblend_cli.engine.core.block_manager import BlockManager
-from cacheblend_cli.engine.core.finisher import Aside, Finisher, Events
 from cacheblend_cli.engine.core.executor import Executor
+from cacheblend_cli.engine.core.finisher import Aside, Events, Finisher
 from cacheblend_cli.engine.core.hooks import Feature
 from cacheblend_cli.engine.core.output_processor import OutputProcessor
 from cacheblend_cli.engine.core.scheduler import Proposer, Scheduler

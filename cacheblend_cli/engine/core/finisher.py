@@ -1,4 +1,4 @@
-"""Finisher of answers and requests. An answer that is complete is closed. With the last one its request is reviewed,
+"""The end of answers and requests: an answer that is complete is closed, and with the last one its request is reviewed,
 reported and, after what hooks still do for it, done; or it fails. An error in one answer ends only its request."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cacheblend_cli.engine.core.report import answer_of
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import Generation
-from cacheblend_cli.engine.events import Done, Early, EngineStats, Event, Failed, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Early, EngineStats, Event, Failed, Token
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import out_of_memory
-from cacheblend_cli.types import Answer
+from cacheblend_cli.types import Answer, Piece
 
 Events = list[tuple[RequestState, Event]]
 Aside = Callable[[Callable[[], object]], Future[Any]]
@@ -202,9 +202,9 @@ class Finisher:
             for index, generation in enumerate(made):
                 for logprob in generation.logprobs:
                     self.emit(state, Token(logprob, index))
-                for event in (Reasoning(generation.reasoning, index), Text(generation.text, index)):
-                    if event.text:
-                        self.emit(state, event)
+                for text, is_reasoning in ((generation.reasoning, True), (generation.text, False)):
+                    if text:
+                        self.emit(state, Piece(text, is_reasoning, index))
         return answers
 
     def _generations(self, state: RequestState) -> list[Generation]:

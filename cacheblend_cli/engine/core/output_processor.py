@@ -15,8 +15,8 @@ from functools import partial
 from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
-from cacheblend_cli.engine.core.finisher import Finisher
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
+from cacheblend_cli.engine.core.finisher import Finisher
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus

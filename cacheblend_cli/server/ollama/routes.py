@@ -12,7 +12,7 @@ from msgspec.json import encode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Token
 from cacheblend_cli.server.answer_report import AnswerReport, finish_reason
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.bodies import AskBody, Message, parse
@@ -32,7 +32,7 @@ from cacheblend_cli.server.ollama.protocol import (
 from cacheblend_cli.server.preprocessing import ParsedRequest, PreparedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.serving import respond
-from cacheblend_cli.types import Answer, SamplingParams, TokenLogprob
+from cacheblend_cli.types import Answer, Piece, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class OllamaResponse:
         async for event in events:
             if isinstance(event, Token):
                 tokens.append(event.logprob)
-            elif isinstance(event, Text | Reasoning):
-                text, reasoning = (event.text, "") if isinstance(event, Text) else ("", event.text)
+            elif isinstance(event, Piece):
+                text, reasoning = ("", event.text) if event.reasoning else (event.text, "")
                 yield self._record(text, reasoning, done=False, **self._logprobs(tokens))
                 tokens.clear()
             elif isinstance(event, Done):
