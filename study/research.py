@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
-from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers, Look, attention_weights, run_fresh
+from cacheblend_cli.blend.evidence import AtCheckLayer, AttentionProbe, BeforeLayers, attention_weights, run_fresh
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
 from cacheblend_cli.kv.forward import finish, layer_by_layer, write_kv
@@ -41,8 +41,8 @@ class DraftAttention:
         """The largest attention weight of the draft's rows on each candidate, [n] fp32, over these layers and their
         heads."""
         decoder, sequence, at = prompt.decoder, prompt.sequence, prompt.plan.num_tokens
-        hidden = finish(run_fresh(prompt, Look(prompt, frozenset(), candidates)))
-        look = Look(prompt, layers, candidates)
+        hidden = finish(run_fresh(prompt, AttentionProbe(prompt, frozenset(), candidates)))
+        look = AttentionProbe(prompt, layers, candidates)
         capacity = len(sequence.blocks) * sequence.pool.block_size
         for position in range(at, at + min(self.num_tokens, capacity - at)):
             assert hidden is not None

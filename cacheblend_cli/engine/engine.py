@@ -21,7 +21,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.documents import Documents
-from cacheblend_cli.engine.engine_thread import answer_of
+from cacheblend_cli.engine.engine_thread import first_answer
 from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say
 from cacheblend_cli.engine.features.auto_ratio import decided, kv_bytes
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
@@ -110,7 +110,7 @@ class Engine(Documents):
 
     def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
         """Resolve and answer a question in this thread. options: in place of its own."""
-        return answer_of(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
+        return first_answer(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
 
     def plan_of(self, request: Request) -> AskPlan:
         """Return a plan of a resolved request, without running it. --ratio auto may measure this machine, so call it in
@@ -133,7 +133,7 @@ class Engine(Documents):
         """Return the best stored chunks for a question, in reading order. Raises NotFoundError with the reason if there
         are none."""
         with ChunkRecords(store) as stored:
-            return retrieve(self.runtime, store, stored, ask, {})
+            return retrieve(self.runtime, store, stored, ask)
 
     def own_blend(self, blend: BlendParams) -> tuple[BlendParams, str]:
         """Return the blend settings of the model's profile (`--ratio model`), and the source of the ratio."""

@@ -15,7 +15,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import (
     AnswerLengths,
-    Measured,
+    MeasuredPrompt,
     prefill_in_pieces,
     relative_rmse,
     run_full,
@@ -146,7 +146,7 @@ class _Run:
         contexts = _contexts(missing)
         lengths = AnswerLengths(self._max_tokens, self._own_tokens)
         self._chunks.store([sample], contexts)
-        full: Measured | None = None
+        full: MeasuredPrompt | None = None
         for context in contexts:
             start = time.perf_counter()
             keys_of = self._chunks.keys(sample, context)
@@ -165,7 +165,7 @@ class _Run:
         return fixed + self._chunks.num_tokens(sample)
 
     def _record(
-        self, sample: Sample, setting: Setting, key: str, request: Request, full: Measured, before_s: float
+        self, sample: Sample, setting: Setting, key: str, request: Request, full: MeasuredPrompt, before_s: float
     ) -> Record:
         """Measure a setting. full: full prefill of the prompt."""
         found = full
@@ -198,7 +198,7 @@ def _contexts(settings: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
 
 
-def _compared(found: Measured, full: Measured) -> dict[str, Any]:
+def _compared(found: MeasuredPrompt, full: MeasuredPrompt) -> dict[str, Any]:
     """Return the distances from full prefill; none for full prefill itself."""
     if found.divergence is None:
         return {}

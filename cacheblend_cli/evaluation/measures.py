@@ -26,7 +26,7 @@ class AnswerLengths:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPrompt:
     """A prompt's greedy answer under one setting, and the data by which a setting is compared with full prefill.
 
     k, v and attended have one tensor per layer.
@@ -44,7 +44,7 @@ class Measured:
     attended: list[Tensor]  # before o_proj, rows that predict the answer: fp32 [num_answer_tokens, num_heads, head_dim]
 
 
-def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Measured:
+def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> MeasuredPrompt:
     """Prefill everything and answer greedily. before_s: seconds spent before."""
     return run_setting(engine, request.in_full(), lengths, before_s, Engine.hold_prefill)
 
@@ -56,8 +56,8 @@ def run_setting(
     lengths: AnswerLengths,
     before_s: float,
     run: Prefill,
-    full: Measured | None = None,
-) -> Measured:
+    full: MeasuredPrompt | None = None,
+) -> MeasuredPrompt:
     """Prefill under the request's setting and answer greedily. full: full prefill to compare with. Greedy decoding
     equals its answer as long as the most likely tokens agree, so it starts where they first differ: teacher forcing has
     computed the tokens before."""
@@ -81,7 +81,7 @@ def run_setting(
         generation = done.answer(sampling, given=same, logits=logits[same])
         text = _text(engine, (*ids[:same], *generation.token_ids))
     done.sequence.release()
-    return Measured(
+    return MeasuredPrompt(
         prefilled=done,
         lengths=lengths,
         ttft_s=ttft_s,

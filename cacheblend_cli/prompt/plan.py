@@ -38,6 +38,10 @@ class Segment:
     codec: str = ""  # as in ChunkInput
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
 

@@ -127,7 +127,7 @@ class EngineCore:
         end = time.perf_counter()
         self.counts.step_s += end - start
         if self.scheduler.speculation is not None and step.num_rows and not concluding:
-            self.scheduler.speculation.note(step.num_rows, end - scheduled)
+            self.scheduler.speculation.record(step.num_rows, end - scheduled)
         if not self.scheduler.states:
             self.blocks.check_idle()
         return self._finisher.take_events()

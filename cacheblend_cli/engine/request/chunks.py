@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 
 class ChunkRecords:
-    """Manifests and documents of chunks, each read once, in one read transaction that begins with the first of them. A
-    context manager, for one thread."""
+    """Chunks of the request's documents, and manifests and documents of stored ones, each read once, in one read
+    transaction that begins with the first of them. A context manager, for one thread."""
 
-    def __init__(self, store: ChunkStore | None, cite_first: Scope | None = None) -> None:
-        """store: None for a request without chunks. cite_first: see `Citations`."""
-        self._store, self._cite_first, self._open = store, cite_first, ExitStack()
+    def __init__(
+        self, store: ChunkStore | None, cite_first: Scope | None = None, planned: Mapping[bytes, PlannedChunk] = {}
+    ) -> None:
+        """store: None for a request without stored chunks. cite_first: see `Citations`. planned: chunks of the
+        request's documents by key, which the store may lack."""
+        self.store, self.planned, self._cite_first, self._open = store, planned, cite_first, ExitStack()
         self._found: dict[bytes, ChunkManifest | None] = {}
         self._damaged: dict[bytes, BadBlob] = {}
 
@@ -41,7 +44,7 @@ class ChunkRecords:
 
     def get(self, key: bytes) -> ChunkManifest | None:
         """Return the chunk's record, None if it is missing or damaged."""
-        if key not in self._found and self._store is not None:
+        if key not in self._found and self.store is not None:
             try:
                 self._found[key] = self._reader.manifest(key)
             except BadBlob as error:
@@ -59,6 +62,12 @@ class ChunkRecords:
             ) from damage
         raise NotFoundError(f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls")
 
+    def num_tokens(self, key: bytes) -> int:
+        """Return the length of a chunk, 0 if it is missing."""
+        if key in self.planned:
+            return len(self.planned[key].chunk.token_ids)
+        return manifest.num_tokens if (manifest := self.get(key)) else 0
+
     def has_kv(self, key: bytes) -> bool:
         manifest = self.get(key)
         return manifest is not None and manifest.has_kv
@@ -73,7 +82,7 @@ class ChunkRecords:
 
     def keys_of(self, collection: str, source: str, context: str) -> list[bytes]:
         """Return the keys of a document's chunks in order, [] if it is not stored in this context."""
-        record = None if self._store is None else self._reader.document(document_key(collection, source, context))
+        record = None if self.store is None else self._reader.document(document_key(collection, source, context))
         return [] if record is None else [chunk.key for chunk in record.chunks]
 
     @property
@@ -83,13 +92,13 @@ class ChunkRecords:
 
     @cached_property
     def _reader(self) -> StoreReader:
-        assert self._store is not None
-        return self._open.enter_context(self._store.read())
+        assert self.store is not None
+        return self._open.enter_context(self.store.read())
 
     @cached_property
     def _citations(self) -> Citations:
-        assert self._store is not None
-        return Citations(self._store, self._cite_first, self._reader)
+        assert self.store is not None
+        return Citations(self.store, self._cite_first, self._reader)
 
 
 def in_stored_codec(
@@ -105,18 +114,12 @@ def in_stored_codec(
 
 
 def request_chunks(
-    collection: Collection,
-    stored: ChunkRecords,
-    keys: Sequence[bytes],
-    planned: Mapping[bytes, PlannedChunk],
-    ranks: Mapping[bytes, int],
-    notes: list[str],
+    collection: Collection, stored: ChunkRecords, keys: Sequence[bytes], ranks: Mapping[bytes, int], notes: list[str]
 ) -> tuple[RequestChunk, ...]:
-    """Return the inputs of the chunks for this model. planned: chunks of the request's documents, which the store may
-    lack. Raises NotFoundError."""
+    """Return the inputs of the chunks for this model. Raises NotFoundError."""
     found = []
     for key in keys:
-        new = planned.get(key)
+        new = stored.planned.get(key)
         if new is not None and stored.get(key) is None:
             cited, manifest = Citation(new.source, new.chunk.index, new.chunk.locator), None
             ids = new.chunk.token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -50,14 +50,14 @@ def resolve(
     texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
     prompts.check_characters(sum(map(len, texts)), 0)
     planned = _planned(prompts, ask, collect, cancellation)
-    with ChunkRecords(store, ask.cite_first) as stored:
-        ask, found = _searched(prompts, store, stored, ask, planned, say)
-        request = _looked_up(prompts, store, stored, ask, planned, found, suffix_ids)
+    with ChunkRecords(store, ask.cite_first, planned) as stored:
+        ask, found = _searched(prompts, stored, ask, say)
+        request = _looked_up(prompts, stored, ask, found, suffix_ids)
     request = _with_blend(request, ask)
     if store is not None and store.tier is not None and request.blend.mode != "full":
         from cacheblend_cli.engine.request.tiered import with_tier
 
-        request = with_tier(request, prompts, store, store.tier)
+        request = with_tier(request, store, store.tier)
     request = _with_losses(request)
     request.notes.extend(model_notes(prompts.model, ask.sampling))
     if prompts.model.spec.recurrent:
@@ -68,11 +68,9 @@ def resolve(
 
 
 def _planned(
-    prompts: Prompts,
-    ask: AskRequest,
-    settings: Callable[[], CollectSettings] | None,
-    cancellation: Cancellation | None,
+    prompts: Prompts, ask: AskRequest, settings: Callable[[], CollectSettings] | None, cancellation: Cancellation | None
 ) -> dict[bytes, PlannedChunk]:
+    """Cut the request's documents. Returns their chunks by key."""
     if not ask.documents:
         return {}
     from cacheblend_cli.collect.settings import CollectSettings
@@ -84,21 +82,14 @@ def _planned(
     return {chunk.key: chunk for chunks in planned for chunk in chunks}
 
 
-def _searched(
-    prompts: Prompts,
-    store: ChunkStore | None,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    planned: Mapping[bytes, PlannedChunk],
-    say: Say | None,
-) -> tuple[AskRequest, Retrieved]:
+def _searched(prompts: Prompts, stored: ChunkRecords, ask: AskRequest, say: Say | None) -> tuple[AskRequest, Retrieved]:
     """Return the request with the keys of all its chunks, and the search results."""
-    keys = [*planned, *(key for key in ask.keys if key not in planned)]
+    keys = [*stored.planned, *(key for key in ask.keys if key not in stored.planned)]
     found = Retrieved()
     if ask.search is not None:
-        assert store is not None
+        assert stored.store is not None
         try:
-            found = retrieve(prompts, store, stored, replace(ask, keys=keys), planned, say)
+            found = retrieve(prompts, stored.store, stored, replace(ask, keys=keys), say)
         except NotFoundError as error:
             if not ask.search.optional:
                 raise NothingFound(error.message, error.hint) from error
@@ -108,29 +99,23 @@ def _searched(
 
 
 def _looked_up(
-    prompts: Prompts,
-    store: ChunkStore | None,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    planned: Mapping[bytes, PlannedChunk],
-    found: Retrieved,
-    suffix_ids: tuple[int, ...] | None,
+    prompts: Prompts, stored: ChunkRecords, ask: AskRequest, found: Retrieved, suffix_ids: tuple[int, ...] | None
 ) -> Request:
     """Return the request with the records of its chunks, in the collection of the KV that is stored for them."""
     started, notes = time.perf_counter(), found.notes
-    if store is None and any(key not in planned for key in ask.keys):
+    if stored.store is None and any(key not in stored.planned for key in ask.keys):
         raise UsageError("chunks are named, and there is no store", "give --store")
     collection = in_stored_codec(prompts.collection_of(ask), prompts, stored, ask.keys)
     if collection.day is not None:
         notes += age_note(collection.day)
-    chunks = request_chunks(collection, stored, ask.keys, planned, found.ranks, notes)
+    chunks = request_chunks(collection, stored, ask.keys, found.ranks, notes)
     has_prefix = stored.has_kv(collection.prefix_key)
     if (damage := stored.damage(collection.prefix_key)) is not None:
         notes.append(not_used(collection.prefix_key, damage.message))
     return Request(
         question=ask.question,
         collection=collection,
-        store=store,
+        store=stored.store,
         suffix_ids=collection.template.suffix_ids(ask.question, ask.history) if suffix_ids is None else suffix_ids,
         chunks=chunks,
         weak_match=found.weak,

@@ -6,7 +6,6 @@ from collections.abc import Collection as Keys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, permutations
-from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore
 
@@ -30,10 +29,6 @@ from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.types import AskRequest, SearchParams
 
-if TYPE_CHECKING:
-    from cacheblend_cli.collect.collector import PlannedChunk
-
-
 _MOST_PAIRED = 8  # best documents of which two may begin the prompt together
 
 
@@ -50,15 +45,10 @@ class Retrieved:
 
 
 def retrieve(
-    prompts: Prompts,
-    store: ChunkStore,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    planned: Mapping[bytes, PlannedChunk],
-    say: Say | None = None,
+    prompts: Prompts, store: ChunkStore, stored: ChunkRecords, ask: AskRequest, say: Say | None = None
 ) -> Retrieved:
     """Search for the best chunks for a question, with the last turn of its history. Named chunks come before these in
-    the prompt. stored: the store's records. planned: chunks of the request's documents, by key.
+    the prompt. stored: the store's records.
 
     Raises NotFoundError with the reason if nothing is found for this model and scope, or if all matches are weak, the
     search refuses weak ones and the request names no chunks.
@@ -67,7 +57,7 @@ def retrieve(
     own, usable = prompts.collection(ask.salt, day=ask.day), prompts.collections(ask.salt, ask.day)
     lookup = _lookup(ask, say)
     found = _search(store, ask, lookup, own, usable, say)
-    fit, room = _fitting(prompts, own, stored, ask, planned, found.hits)
+    fit, room = _fitting(prompts, own, stored, ask, found.hits)
     notes = list(_notes(prompts, ask, lookup, found, len(fit)))
     documents = in_reading_order(found.hits, fit)
     collection = in_stored_codec(own, prompts, stored, list(chain(*documents)))
@@ -99,12 +89,7 @@ def _lookup(ask: AskRequest, say: Say | None) -> Lookup:
 
 
 def _search(
-    store: ChunkStore,
-    ask: AskRequest,
-    lookup: Lookup,
-    own: Collection,
-    usable: Sequence[Collection],
-    say: Say | None,
+    store: ChunkStore, ask: AskRequest, lookup: Lookup, own: Collection, usable: Sequence[Collection], say: Say | None
 ) -> SearchResult:
     """Search the usable collections. Raises NotFoundError, see `retrieve`."""
     searched = _ids(usable)
@@ -127,21 +112,11 @@ def _ids(collections: Sequence[Collection]) -> list[str]:
 
 
 def _fitting(
-    prompts: Prompts,
-    own: Collection,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    planned: Mapping[bytes, PlannedChunk],
-    hits: Sequence[SearchHit],
+    prompts: Prompts, own: Collection, stored: ChunkRecords, ask: AskRequest, hits: Sequence[SearchHit]
 ) -> tuple[list[bytes], int]:
     """Return the keys of the hits that fit the context beside the named chunks and the answer, and the tokens left."""
-
-    def size(key: bytes) -> int:
-        if key in planned:
-            return len(planned[key].chunk.token_ids)
-        return manifest.num_tokens if (manifest := stored.get(key)) else 0
-
-    named = len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history)) + sum(map(size, ask.keys))
+    size, suffix_ids = stored.num_tokens, own.template.suffix_ids(ask.question, ask.history)
+    named = len(own.prefix_ids) + len(suffix_ids) + sum(map(size, ask.keys))
     fit, room = list[bytes](), prompts.context - prompts.max_new_tokens(ask.sampling) - named
     for hit in hits:
         if size(hit.key) <= room:

@@ -14,7 +14,6 @@ from cacheblend_cli.blend.cost import estimate_full
 from cacheblend_cli.blend.speeds import kv_share, read_speeds, speed_file
 from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.tiered_source import TieredSource
@@ -26,7 +25,7 @@ _FASTEST = {"cpu": 2e12, "cuda": 1e15}
 """FLOP/s that no device exceeds, for machines without measured speeds."""
 
 
-def with_tier(request: Request, prompts: Prompts, store: ChunkStore, tier: SharedTier) -> Request:
+def with_tier(request: Request, store: ChunkStore, tier: SharedTier) -> Request:
     """Return the request with the chunks that only the tier has, unchanged if none is missing. The longest wait for
     their KV is the time of a full prefill."""
     collection, chunks = request.collection, request.inputs
@@ -36,13 +35,13 @@ def with_tier(request: Request, prompts: Prompts, store: ChunkStore, tier: Share
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
         return request
-    if not prompts.model.decoder.part.is_whole:
+    if not collection.model.decoder.part.is_whole:
         raise UsageError(
             "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
         )
     _recall_speed(tier)
     num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(request.suffix_ids)
-    tiered = TieredSource(store, tier, wanted, full_prefill_s(prompts, collection.codec, num_tokens))
+    tiered = TieredSource(store, tier, wanted, full_prefill_s(collection, num_tokens))
     found = set(tiered.found)
     return replace(
         request,
@@ -63,13 +62,12 @@ def _found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
     return replace(chunk, cached=True, codec=collection.codec, same_regime=regular, has_state=has_state)
 
 
-def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
+def full_prefill_s(collection: Collection, num_tokens: int) -> float:
     """Estimate the seconds of a full prefill from this machine's measured speeds, or else for the fastest device."""
-    speeds = read_speeds(speed_file(prompts.model, codec))
+    decoder, spec = collection.model.decoder, collection.model.spec
+    speeds = read_speeds(speed_file(collection.model, collection.codec))
     if speeds is None:
-        fastest = _FASTEST.get(prompts.model.decoder.device.type, _FASTEST["cuda"])
-        return 2.0 * prompts.model.decoder.num_parameters * num_tokens / fastest
-    spec = prompts.model.spec
+        return 2.0 * decoder.num_parameters * num_tokens / _FASTEST.get(decoder.device.type, _FASTEST["cuda"])
     work = Workload(spec.num_layers, num_tokens, 0, 0.0, num_tokens, num_tokens / 2, 0, kv_share(spec))
     return estimate_full(speeds, work).prefill_s
 

@@ -36,7 +36,7 @@ from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
 
 if TYPE_CHECKING:
-    from cacheblend_cli.kv.states import BlockStates
+    from cacheblend_cli.kv.block_states import BlockStates
 
 SHORT_ROWS = 16
 """Minimum rows of a slice whose products do not depend on further rows, with any layout of the weights: measured for 16

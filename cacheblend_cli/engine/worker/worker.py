@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
-from cacheblend_cli.engine.worker.attention import Watch
+from cacheblend_cli.engine.worker.attention import AttentionObserver
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.engine.worker.prefill import Launch, PrefillInput, PrefillState
@@ -113,12 +113,12 @@ class Worker(BlockSpace):
         None for given.token_ids."""
         views = [self._view(table) for table in given.tables]
         observed = [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)]
-        watch = Watch(self._decoder, observed, given.kv_lens)
+        observer = AttentionObserver(self._decoder, observed, given.kv_lens)
         self._runner.begin(views, given.kv_lens, 1)
         if isinstance(self._runner, EagerRunner):
-            self._runner.steps = watch if any(given.watched) else None
+            self._runner.steps = observer if any(given.watched) else None
         tokens = upload(given.token_ids, self._decoder.device) if tokens is None else tokens
-        return DecodeOutput(self._runner.step(tokens), watch.found)
+        return DecodeOutput(self._runner.step(tokens), observer.found)
 
     @torch.inference_mode()
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheblend_cli.kv import states as kv_states
+from cacheblend_cli.kv import block_states
 from cacheblend_cli.kv.block_allocator import BlockAllocator
+from cacheblend_cli.kv.block_states import BlockStates
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
-from cacheblend_cli.kv.states import BlockStates
 from cacheblend_cli.model.states import SequenceState, StateLayout
 
 SIZE = 4
@@ -64,7 +64,7 @@ def test_only_states_after_whole_blocks_are_kept() -> None:
 
 
 def test_the_least_recently_used_is_dropped_and_never_one_that_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_states, "MOST_KEPT", 2)
+    monkeypatch.setattr(block_states, "MOST_KEPT", 2)
     space = Space()
     held, tables = space.states, [space.table(8) for _ in range(4)]
     for table in tables:
