@@ -172,8 +172,8 @@ def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
     blended = [(i, s) for i, s in enumerate(plan.segments) if s.status == "blended"]
     computed = [s for s in plan.segments if s.status == "computed"]
 
-    chunk = joined([torch.full((len(s.token_ids),), i) for i, s in blended], device)
-    offset = joined([torch.arange(len(s.token_ids)) for _, s in blended], device)
-    sizes = tuple(len(s.token_ids) for _, s in blended if s.token_ids)
+    chunk = joined([torch.full((s.num_tokens,), i) for i, s in blended], device)
+    offset = joined([torch.arange(s.num_tokens) for _, s in blended], device)
+    sizes = tuple(s.num_tokens for _, s in blended if s.token_ids)
     every = Candidates(positions_of([s for _, s in blended], device), chunk, offset, sizes)
     return every, positions_of(computed, device)

@@ -124,7 +124,7 @@ class Engine(Documents):
             prompt.exact_tokens,
             prompt.fresh_tokens,
             kv_bytes(request),
-            [ChunkPlan(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
+            [ChunkPlan(s.key.hex() if s.key else "", s.source, s.num_tokens, s.status) for s in prompt.chunks],
             report,
             request.notes,
         )

@@ -138,7 +138,7 @@ class StopStrings:
 
 
 def _begins_at(wanted: str, text: str) -> int:
-    """Return the index from which the end of the text is a beginning of `wanted`; the text's length if there is none."""
+    """Return the index from which the end of the text is a beginning of `wanted`, the text's length without one."""
     at = text.find(wanted[0], max(0, len(text) - len(wanted) + 1))
     while at >= 0 and not wanted.startswith(text[at:]):
         at = text.find(wanted[0], at + 1)

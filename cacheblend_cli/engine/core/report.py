@@ -99,9 +99,9 @@ def _chunk_uses(done: PrefillReport, positions: list[int]) -> list[ChunkUse]:
             ChunkUse(
                 id=segment.key.hex() if segment.key else "",
                 source=segment.source,
-                tokens=len(segment.token_ids),
+                tokens=segment.num_tokens,
                 status=segment.status,
-                recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
+                recomputed=segment.num_tokens if segment.status == "computed" else recomputed,
                 start=segment.start,
                 place=chunk.citation.place,
                 headings=chunk.citation.locator.headings,

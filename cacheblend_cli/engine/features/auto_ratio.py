@@ -18,6 +18,7 @@ from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.plan import Segment, SegmentStatus
 from cacheblend_cli.types import Answer, AutoReport, Decision, Speeds, Workload
 
 _LOAD_AGAIN = 16  # full prefills in a row
@@ -164,16 +165,14 @@ def _can_estimate(runtime: Runtime, request: Request) -> bool:
 def workload(request: Request) -> Workload:
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
-    inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
-    fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
     tier = None if request.store is None or request.tiered is None else request.store.tier
     return Workload(
         num_layers=model.spec.num_kv_layers,
         total=plan.num_tokens,
-        inexact=_count(inexact),
-        inexact_keys=_mean_keys(inexact),
-        fresh=_count(fresh),
-        fresh_keys=_mean_keys(fresh),
+        inexact=plan.inexact_tokens,
+        inexact_keys=_mean_keys(plan.segments, "blended"),
+        fresh=plan.fresh_tokens,
+        fresh_keys=_mean_keys(plan.segments, "computed"),
         kv_bytes=kv_bytes(request),
         kv_share=kv_share(model.spec),
         check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
@@ -189,13 +188,10 @@ def workload(request: Request) -> Workload:
 def kv_bytes(request: Request, keys: Container[bytes | None] | None = None) -> int:
     """Return the bytes of stored KV to load, all layers. keys: of these chunks alone."""
     size, stored = request.collection.chunk_bytes, request.plan.stored
-    return sum(size(len(s.token_ids), s.codec) for s in stored if keys is None or s.key in keys)
+    return sum(size(s.num_tokens, s.codec) for s in stored if keys is None or s.key in keys)
 
 
-def _count(spans: list[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in spans)
-
-
-def _mean_keys(spans: list[tuple[int, int]]) -> float:
-    """Return the mean number of keys per row: a row at position p sees p + 1."""
-    return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))
+def _mean_keys(segments: Sequence[Segment], status: SegmentStatus) -> float:
+    """Return the mean number of keys per row of the segments with this status: a row at position p sees p + 1."""
+    own = [s for s in segments if s.status == status]
+    return sum((s.start + 1 + s.end) * s.num_tokens / 2 for s in own) / max(1, sum(s.num_tokens for s in own))
