@@ -17,7 +17,6 @@ from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.worker.decode import EagerRunner
-from cacheblend_cli.engine.worker.grammar import Grammar, form_tokenizer, grammar_of
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.errors import UsageError
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from cacheblend_cli.engine.ranks.driver import Driver
+    from cacheblend_cli.engine.worker.grammar import Grammar
     from cacheblend_cli.errors import CacheBlendError
     from cacheblend_cli.model.kv_scales import KVScales
 
@@ -179,6 +179,8 @@ class Runtime(Prompts):
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
         """Tokenizer for grammars, created once. Raises UsageError if llguidance is not installed."""
+        from cacheblend_cli.engine.worker.grammar import form_tokenizer
+
         return form_tokenizer(self.model)
 
     def grammar_of(self, params: SamplingParams) -> Grammar:
@@ -188,6 +190,8 @@ class Runtime(Prompts):
                 f"{self.model.name} reasons before it answers, which a grammar does not allow",
                 "leave --json-schema and --regex out",
             )
+        from cacheblend_cli.engine.worker.grammar import grammar_of
+
         return grammar_of(self.form_tokenizer, params)
 
     @property
