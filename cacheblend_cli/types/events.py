@@ -16,7 +16,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt is computed. The first one says that the request has left the queue."""
+    """Progress of a prompt's prefill. The first one says that the request has left the queue."""
 
     num_filled: int  # leading positions with KV
     num_tokens: int

@@ -30,7 +30,7 @@ ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one reques
 
 @dataclass(frozen=True)
 class Features:
-    """What a core runs for features: their hooks, in order, and what proposes tokens."""
+    """Features that a core runs: their hooks, in order, and the proposer of tokens."""
 
     hooks: tuple[Feature, ...] = ()
     speculation: Callable[[Runtime], Proposer | None] = lambda runtime: None

@@ -90,7 +90,7 @@ class Acceptance:
     _seen: list[float] = field(default_factory=lambda: [PRIOR_COUNT] * len(PRIOR))
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the share for matches of num_tokens, at most MOST_MATCH are told apart."""
+        """Return the share for matches of num_tokens; longer ones count as MOST_MATCH."""
         index = min(num_tokens, MOST_MATCH) - LEAST_MATCH
         return self._right[index] / self._seen[index]
 
@@ -102,7 +102,7 @@ class Acceptance:
 
 @dataclass(eq=False)
 class LastMatch:
-    """What follows the tokens of an answer according to their last match."""
+    """The index of a sequence's tokens, and the match of its newest ones."""
 
     lookup: PromptLookup
     match: Match | None = None
