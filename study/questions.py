@@ -23,13 +23,14 @@ ANIMALS = (
 )
 NAMES = "Alder Birch Cedar Dogwood Elder Fir Ginkgo Hazel Iris Juniper Larch Maple Nettle Oak Poplar Rowan".split()
 NEEDLE_SETS, PER_CHUNK = 240, 2
+HELD_OUT = Path(__file__).parents[1] / "tests/demo/heldout.jsonl"
 PASSAGE_WORDS = 330
 """Words of real text in a chunk with needles: about 500 tokens."""
 
 
 def spellable_samples() -> list[Sample]:
     """Return the held-out questions whose names the demo's model can spell; it misspells the others with any KV."""
-    return [s for s in read_samples(model_dir().with_name("heldout.jsonl")) if s.tags["names"] == "known"]
+    return [s for s in read_samples(HELD_OUT) if s.tags["names"] == "known"]
 
 
 @cache

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from heldout import heldout_samples
 
 from cacheblend_cli import Engine
-from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import NotFoundError
-from cacheblend_cli.evaluation.samples import Sample, read_samples
+from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.types import Answer
 
 SPELLED, MISSPELLED, CHANGED = (
@@ -29,9 +29,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, list[str]]:
-    samples: dict[str, Sample] = {
-        sample.question: sample for sample in read_samples(model_dir().with_name("heldout.jsonl"))
-    }
+    samples: dict[str, Sample] = {sample.question: sample for sample in heldout_samples()}
     return {name: [c.text for c in samples[name].contexts] for name in (SPELLED, MISSPELLED, CHANGED)}
 
 
