@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.demo import model_dir
 from cacheblend_cli.evaluation.samples import Context, Sample, pages, read_samples
 
 COLOURS = "amber azure coral crimson ivory jade lilac maroon ochre olive pearl ruby saffron silver teal umber".split()

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three questions of two sets")
     parser.add_argument("--model", help="instead of the set's own")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-dtype", help="codec of stored KV (the compute dtype)")
+    parser.add_argument("--kv-dtype", help="format of stored KV (exact)")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after the question that is being measured then"
     )
@@ -182,7 +182,7 @@ def half_of(study_set: StudySet, arguments: argparse.Namespace) -> str:
 
 def prepare(name: str, study_set: StudySet, arguments: argparse.Namespace) -> Run:
     config = EngineConfig(
-        model=arguments.model or study_set.model, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype or arguments.dtype
+        model=arguments.model or study_set.model, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype or "exact"
     )
     samples = study_set.samples(arguments.data)
     if study_set.halves:

@@ -42,7 +42,7 @@ def docs(tmp_path: Path) -> Path:
 
 def stored(engine: Engine, docs: Path, path: Path, **given: Any) -> tuple[list[Any], list[Any]]:
     """(chunks, documents) without times."""
-    options = PrecomputeOptions(chunk_tokens=24, kv_dtype="float32", **given)
+    options = PrecomputeOptions(chunk_tokens=24, kv_dtype="exact", **given)
     with ChunkStore.open(path, mode="write") as store:
         report = engine.precompute(store, [str(docs)], options, lambda event: None)
         assert report.new == sum(1 for _ in store.chunks()) > 10

@@ -76,7 +76,7 @@ class RankSetup:
         self.path, self.documents = path, documents
 
     def engine(self, size: int, **config: Any) -> Engine:
-        shared: dict[str, Any] = {"block_size": 16, "dtype": "float32", "kv_dtype": "float32"}
+        shared: dict[str, Any] = {"block_size": 16, "dtype": "float32", "kv_dtype": "exact"}
         given = {"model": str(self.path / "model")} | shared | config
         return Engine.load(EngineConfig(**given, prompt=PROMPT, threads=1, tensor_parallel=size))
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
+from cacheblend_store.format.blobs import REMOVED
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.citations import Citation, Citations
@@ -17,6 +18,7 @@ from cacheblend_cli.engine.request.request import RequestChunk, to_compute
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
+from cacheblend_cli.settings import KV_DTYPES
 from cacheblend_cli.types import Scope
 
 if TYPE_CHECKING:
@@ -105,11 +107,12 @@ def in_stored_codec(
     collection: Collection, prompts: Prompts, stored: ChunkRecords, keys: Sequence[bytes]
 ) -> Collection:
     """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's
-    settings name none."""
+    settings name none, and could name that one."""
     if prompts.config.kv_dtype != "auto":
         return collection
+    known = collection.prefix_codec, *KV_DTYPES
     own = (m for m in map(stored.get, keys) if m is not None and m.model == prompts.model.fingerprint)
-    first = next(own, None)
+    first = next((m for m in own if m.codec in known), None)
     return collection if first is None else collection.in_codec(first.codec)
 
 
@@ -143,12 +146,13 @@ def _as_input(
 ) -> tuple[ChunkInput, ChunkManifest]:
     """Return a stored chunk's input for this model, and its record.
 
-    Same model: load the KV as stored, in its codec and dtype. Other model or salt: use the text, with this model's KV
-    of it in the collection's codec, if stored and undamaged. Otherwise, and without KV, compute the chunk.
+    Same model: load the KV as stored, in its codec and dtype. Other model or salt, or a removed codec: use the text,
+    with this model's KV of it in the collection's codec, if stored and undamaged. Otherwise, and without KV, compute
+    the chunk.
     """
     model, same = collection.model, replace(collection, codec=manifest.codec)
     own = next((c for c in (same, *same.in_other_dtypes()) if c.id == manifest.collection), None)
-    if own is not None:
+    if own is not None and manifest.codec not in REMOVED:
         chunk = ChunkInput(
             manifest.key,
             manifest.source,
@@ -164,10 +168,13 @@ def _as_input(
             notes.append(f"chunk {manifest.id[:12]} was computed in {own.computed_in}: it is computed again")
             return to_compute(chunk, collection), manifest
         return (chunk if chunk.cached else to_compute(chunk, collection)), manifest
-    token_ids = tuple(model.tokenizer.encode_text(manifest.text))
+    token_ids = tuple(model.tokenizer.encode_text(manifest.text)) if own is None else manifest.token_ids
     lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
     found = [m for left in lefts if (m := stored.get(collection.key(token_ids, left)))]
     if found:
         return _as_input(collection, stored, max(found, key=lambda m: m.has_kv), notes)
-    notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
+    what = f"has no KV of this model in {collection.codec}: it is computed"
+    if own is not None:
+        what = f"is stored as {manifest.codec}, which was removed: it is computed; precompute stores it again"
+    notes.append(f"chunk {manifest.id[:12]} {what}")
     return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False), manifest

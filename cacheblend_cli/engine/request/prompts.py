@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import date
 
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.blobs import CODECS, REMOVED
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.errors import PromptTooLong
@@ -59,8 +59,8 @@ class Prompts:
 
     def collections(self, salt: str, day: date | None) -> list[Collection]:
         """Return the collections whose chunks can be used: one per codec, or the configured one; then collections of
-        the same model in other dtypes."""
-        names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
+        the same model in other dtypes. Of chunks in removed codecs, only the text can be used."""
+        names = (*CODECS, *REMOVED) if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
         of = self.collection(salt, day=day)
         own = [of.in_codec(codec) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
