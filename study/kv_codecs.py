@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheblend_kernels.torch_backend import dequantized
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.blobs import blob_size, blob_spec
-from cacheblend_store.format.codecs import coded, decode_kv
+from cacheblend_store.format.codecs import coded
 from cacheblend_store.format.keys import CODEC_VERSION
 from results import CORRECTION, digits, hardware, write_result
 from sets import study_sets
@@ -45,6 +46,7 @@ from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.stored_prompt import stored_kv
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -76,7 +78,8 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, cod
     for codec in codecs:
         for layer, chunks in zip(own, kept, strict=True):
             for of, (k, v) in zip(rows, chunks, strict=True):
-                write_kv(layer, *decode_kv(coded(k, v, codec), codec, v.shape[-1]), of)
+                dims = k.shape[-1], v.shape[-1]
+                write_kv(layer, *dequantized(stored_kv(codec, coded(k, v, codec), None, *dims), *dims), of)
         logits = teacher_forced(decoder, sequence, ids[:start], [*ids[start:], *answer])
         found[codec] = divergence(reference, log_distribution(logits[-len(answer) :]))
     sequence.release()

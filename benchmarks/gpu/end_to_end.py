@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from cacheblend_store.format.codecs import decode_kv, view_kv
+from decoded import read_kv
 from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded
 from gpu.checks import TOLERANCE, rope_reference, row_error
 from gpu.cost import Ceilings, Work, decode_floor, decode_weight_bytes, expected_s, prefill_floor, prefill_flops
@@ -335,13 +335,12 @@ def _loaded_rows(bench: Bench, loaded: Loaded, length: int) -> Iterator[Pair]:
                 assert segment.key is not None
                 manifest = reader.undamaged(segment.key)
                 assert manifest is not None
-                shape = (segment.end - segment.start, spec.num_kv_heads, spec.head_dim)
-                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
+                k, v = read_kv(reader, manifest, layer)
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
                 tables = rope.cos_sin(positions, length)[rope.of_layer[layer]]
                 cache, slots = bench.memory.pool.layers[layer], loaded.sequence.slots(positions)
-                yield cache.k.view(-1, *shape[1:])[slots], rope_reference(k.to(bench.device), *tables)
-                yield cache.v.view(-1, *shape[1:])[slots], v.to(bench.device)
+                yield cache.k.flatten(0, 1)[slots], rope_reference(k.to(bench.device), *tables)
+                yield cache.v.flatten(0, 1)[slots], v.to(bench.device)
 
 
 CHECKS: dict[str, Check] = {

@@ -13,13 +13,13 @@ from cacheblend_store.format.codecs import (
     check_finite,
     coded,
     coded_unchecked,
-    decode_kv,
     encode_kv,
     is_lossless,
     rotated,
 )
 from cacheblend_store.format.levels import BITS, bits_of, levels_of
 from cacheblend_store.writer import with_digests
+from decoded import decode_kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_blob import read_layer
@@ -46,7 +46,9 @@ ERRORS = {codec: tuple(ERROR_OF_BITS[bits] for bits in BITS[codec]) for codec in
 
 
 def round_trip(k: Tensor, v: Tensor, codec: str) -> tuple[Tensor, Tensor]:
-    return decode_kv(load(encode_kv(k, v, codec)), codec, v.shape[-1])  # safetensors reads what is written here
+    return decode_kv(
+        load(encode_kv(k, v, codec)), codec, k.shape[-1], v.shape[-1]
+    )  # safetensors reads what is written here
 
 
 def bounds(k: Tensor, v: Tensor, codec: str) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ A row's error does not depend on other rows, so outlier tokens (attention sinks)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -95,31 +94,6 @@ def check_finite(is_finite: Tensor, codec: str) -> None:
             f"the KV has values that are not finite, or too large, which {codec} cannot store",
             "check the model and its --dtype; --kv-dtype exact stores anything",
         )
-
-
-def view_kv(
-    parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0
-) -> dict[str, Tensor]:
-    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`; valid as long as the bytes are."""
-    spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim, v_head_dim)
-    return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
-
-
-def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) -> tuple[Tensor, Tensor]:
-    """Return k and v [tokens, num_kv_heads, head_dim] as fp32 copies, from the tensors of `coded` or `view_kv`.
-    v_head_dim: head_dim of v if it differs from k's, else 0."""
-    k, v = tensors["k"], tensors["v"]
-    if codec in PLAIN:
-        return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
-    if codec in FLOAT8:
-        return k.float() * tensors["k_scale"][None, :, None], v.float() * tensors["v_scale"][None, :, None]
-    mean = tensors["k_mean"].float()
-    parts = []
-    dims = mean.shape[-1], v_head_dim or mean.shape[-1]
-    for name, dim, bits in zip("kv", dims, bits_of(codec, *dims), strict=True):
-        codes, levels = _unpack(tensors[name], bits, dim), level_table(bits, mean.device)
-        parts.append(rotated(levels[codes.long()] * tensors[f"{name}_scale"].float()[..., None]))
-    return parts[0] + mean, parts[1]
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,18 +207,6 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         planes.append(packed)
         shift += plane
     return torch.cat(planes, -1)
-
-
-def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Invert `_pack`: return codes [..., dim] uint8."""
-    codes, shift, first = packed.new_zeros(()), 0, 0
-    for plane in PLANES[bits]:
-        num_bytes = -(-dim * plane // 8)
-        part = packed[..., first : first + num_bytes]
-        values = torch.cat([(part >> at) & (2**plane - 1) for at in range(0, 8, plane)], -1)[..., :dim]
-        codes = codes | (values << shift)
-        shift, first = shift + plane, first + num_bytes
-    return codes
 
 
 def _bytes(tensor: Tensor) -> memoryview:
