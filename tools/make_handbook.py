@@ -1,7 +1,7 @@
 """Write the demo's corpus: `python -m tools.make_handbook cacheblend_cli/demo`. Seeded.
 
-handbook/*.md and questions.jsonl: one company of 36 people. `--heldout FILE` instead writes questions over new contexts
-of 3 or 4 pages, every third with names that training never has.
+handbook/*.md and questions.jsonl: one company of 36 people. heldout.jsonl: questions over new contexts of 3 or 4 pages,
+every third with names that training never has.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 from tools.demo_model import world
 
 NUM_PAGES, NUM_CONTEXTS, QUESTIONS_A_CONTEXT = 36, 156, 5
-SEED = 2024
 
 
-def write_handbook(out: Path) -> None:
-    rng, taken = random.Random(SEED), set()
+def write_handbook(out: Path, seed: int) -> None:
+    rng, taken = random.Random(seed), set()
     (out / "handbook").mkdir(parents=True, exist_ok=True)
     questions = []
     for number in range(NUM_PAGES):
@@ -30,12 +29,11 @@ def write_handbook(out: Path) -> None:
             question, answer, _ = world.ask(rng, person, fact)
             questions.append({"question": question, "answer": answer, "source": source, "across": fact.across})
     rng.shuffle(questions)
-    (out / "questions.jsonl").write_text(_lines(questions), encoding="utf-8")
+    _write_lines(out / "questions.jsonl", questions)
 
 
-def heldout_lines() -> str:
-    """Return the held-out questions as JSON lines."""
-    rng, rows = random.Random(SEED + 1), []
+def write_heldout(out: Path, seed: int) -> None:
+    rng, rows = random.Random(seed), []
     for number in range(NUM_CONTEXTS):
         taken: set[str] = set()
         split = "held_out" if number % 3 == 2 else "known"
@@ -59,19 +57,17 @@ def heldout_lines() -> str:
                 "ctxs": ctxs,
             }
             rows.append(row)
-    return _lines(rows)
+    _write_lines(out / "heldout.jsonl", rows)
 
 
-def _lines(rows: list[dict[str, object]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def _write_lines(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--heldout", action="store_true")
+    parser.add_argument("--seed", type=int, default=2024)
     arguments = parser.parse_args()
-    if arguments.heldout:
-        arguments.out.write_text(heldout_lines(), encoding="utf-8")
-    else:
-        write_handbook(arguments.out)
+    write_handbook(arguments.out, arguments.seed)
+    write_heldout(arguments.out, arguments.seed + 1)

@@ -6,15 +6,17 @@ import re
 from pathlib import Path
 
 from cacheblend_store import ChunkStore
-from heldout import heldout_samples
 
 from cacheblend_cli.demo import handbook_dir, model_dir, questions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, evaluate
+from cacheblend_cli.evaluation.samples import read_samples
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
 from cacheblend_cli.types import BlendParams
+
+HELDOUT = Path(__file__).with_name("heldout.jsonl")
 
 
 def test_sizes_and_counts() -> None:
@@ -42,7 +44,7 @@ def test_a_later_paragraph_does_not_name_its_subject() -> None:
 
 def test_full_prefill_answers_and_reuse_does_worse(tmp_path: Path) -> None:
     engine = Engine.load(EngineConfig(model="handbook"))
-    samples = [s for s in heldout_samples() if s.tags["names"] == "known" and s.tags["across"]][::24]
+    samples = [s for s in read_samples(HELDOUT) if s.tags["names"] == "known" and s.tags["across"]][::24]
     settings = [FULL, Setting("reuse", BlendParams(mode="reuse")), Setting("all", BlendParams(ratio=1.0))]
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         summaries = summarise(evaluate(engine, store, samples, settings, EvaluateOptions(24)))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heldout import heldout_samples
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.evaluation.samples import Context, parse_samples, read_samples
@@ -86,7 +85,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_held_out_questions_are_samples_of_several_chunks_a_page() -> None:
-    samples = heldout_samples(limit=20)
+    samples = read_samples(Path(__file__).parents[1] / "demo/heldout.jsonl", limit=20)
     assert len(samples) == 20
     assert all(any(c.before for c in s.contexts) for s in samples)
     tags: set[Any] = set().union(*(s.tags for s in samples))
