@@ -90,9 +90,10 @@ class Collector:
     def begin(self) -> None:
         """Store the prefix's KV once as a separate chunk, so that `ask` loads it instead of computing it. Replaces
         damaged KV. `store` calls this first."""
-        store = self._store
         if self._with_prefix and self.prefix.token_ids:
-            store.put_chunks([self._whole(prefix_chunk(self.collection), self.prefix.kv)], self._keep)
+            self.collection.model.check_files()
+            blobs = encode_chunk(self.prefix.kv, self.collection.prefix_codec).blobs()
+            self.put_blobs(prefix_chunk(self.collection), blobs)
         self._with_prefix = False  # it is stored now
 
     def store(
@@ -114,9 +115,6 @@ class Collector:
             for key, status in commit(self._store, way(list(left.values())), self._keep, every_s):
                 del left[key]
                 yield CollectedChunk(key, status, how)
-
-    def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
-        self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def put_blobs(self, planned: PlannedChunk, blobs: Sequence[bytes]) -> None:
         self._store.put_chunks([(chunk_manifest(self.collection, planned), blobs)], self._keep)
@@ -159,12 +157,6 @@ class Collector:
                 blobs = source.take(manifest.key)
                 if blobs is not None:
                     yield manifest, blobs
-
-    def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
-        assert planned.key == kv.key
-        self.collection.model.check_files()
-        manifest = chunk_manifest(self.collection, planned)
-        return manifest, encode_chunk(kv, manifest.codec).blobs()
 
 
 @dataclass(frozen=True)

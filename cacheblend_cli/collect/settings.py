@@ -66,9 +66,9 @@ class CollectSettings:
 
 
 def _current(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded settings with this version's KV dtype for a removed one."""
-    kv_dtype = recorded.get("kv_dtype", "auto")
-    return {**recorded, "kv_dtype": REMOVED_KV_DTYPES.get(kv_dtype, kv_dtype)}
+    """Return recorded settings with the KV dtype to use in place of a removed one."""
+    recorded = {"kv_dtype": "auto", **recorded}
+    return {**recorded, "kv_dtype": REMOVED_KV_DTYPES.get(recorded["kv_dtype"], recorded["kv_dtype"])}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Encode and decode K and V: exact dtypes, float8_e4m3, and the few-bit codecs int7 and int4.
+"""Encode K and V: exact dtypes, float8_e4m3, and the few-bit codecs int7 and int4. Kernels decode them.
 
 Few-bit codecs encode in four steps:
 
