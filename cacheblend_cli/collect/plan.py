@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import chain, pairwise, tee
 from typing import Any
 
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
 from cacheblend_store.format.keys import unpack_ids
 from cacheblend_store.format.records import decode_manifest, document_key, encode_document
@@ -75,7 +75,7 @@ class Planner:
         diff: CorpusDiff,
         store: ChunkStore | None,
         on_cut: OnCut,
-        on_left_out: Callable[[DocumentFile, NoDocument], None],
+        on_left_out: Callable[[DocumentFile, NotConverted], None],
         *,
         with_records: bool,
         settle: bool = False,
@@ -246,9 +246,9 @@ class Planner:
         """Leave a document out that cannot be read or cut."""
         try:
             yield
-        except (NoDocument, TextRefused) as error:
+        except (NotConverted, TextRefused) as error:
             if isinstance(error, TextRefused):
-                error = NoDocument(error.message, "with text that this model cannot store")
+                error = NotConverted(error.message, "with text that this model cannot store")
             self._on_left_out(file, error)
             self.diff.digests[file.source] = ""
 

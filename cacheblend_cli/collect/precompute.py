@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Cluster
@@ -200,7 +200,7 @@ class _Reading:
         self._report.skipped.append(file)
         self._on_event(PrecomputeEvent("skipped", message=f"{file.typed}: {file.reason}", skipped=file))
 
-    def leave_out(self, file: DocumentFile, why: NoDocument) -> None:
+    def leave_out(self, file: DocumentFile, why: NotConverted) -> None:
         named = file.path in self._named
         self.skip(Skipped(file.source, why.reason, file.path, why.group, named))
 

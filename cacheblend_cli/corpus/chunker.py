@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 
-from cacheblend_documents.layout import Kind
+from cacheblend_documents.converted import Kind
 from cacheblend_store import NOWHERE, Locator
 
 from cacheblend_cli.corpus.outline import heading_spans

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from cacheblend_documents.layout import bounded_omissions, shortened
+from cacheblend_documents.converted import bounded_omissions, shortened
 from cacheblend_store import (
     NOWHERE,
     ChunkManifest,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from cacheblend_documents.layout import shortened
+from cacheblend_documents.converted import shortened
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
 from cacheblend_store.format.changes import Changes
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cacheblend_documents.layout import Kind
+from cacheblend_documents.converted import Kind
 
 _MARKS = re.compile(r"(#{1,6})[ \t]+")
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_documents.layout import shortened, told_apart
+from cacheblend_documents.converted import shortened, told_apart
 
 from cacheblend_cli.settings import FILE
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import PLAIN, converter_of, readable_suffixes
-from cacheblend_documents.layout import shortened
+from cacheblend_documents.converted import NotConverted, shortened
+from cacheblend_documents.formats import TEXT, format_of, readable_suffixes
 from cacheblend_store import DocumentRecord
 from msgspec.json import encode
 from starlette.requests import Request
@@ -99,8 +98,8 @@ class _Upload:
     file_name: str = ""  # of a file; its suffix selects the converter
 
     def pool(self, state: ServerState) -> FairPool:
-        is_parsed = isinstance(self.content, bytes) and converter_of(self.file_name) not in PLAIN
-        return state.pools.heavy if is_parsed else state.pools.for_text(len(self.content))
+        found = format_of(self.file_name) if isinstance(self.content, bytes) else TEXT
+        return state.pools.heavy if found is None or not found.is_plain else state.pools.for_text(len(self.content))
 
     async def cut(self, state: ServerState, tenant: Tenant) -> tuple[Putting, str]:
         """Convert and cut the document. Returns its title, too. Raises ApiError, UsageError."""
@@ -109,7 +108,7 @@ class _Upload:
         def work() -> tuple[Putting, str]:
             if isinstance(self.content, bytes):
                 document = _convert(self.name, self.file_name, self.content, cancellation)
-                title = document.layout.title
+                title = document.converted.title
             else:
                 document = document_of(self.name, self.content, self.title)
                 title = shortened(self.title.strip())
@@ -140,7 +139,7 @@ def _convert(name: str, file_name: str, data: bytes, cancellation: Cancellation)
     suffix = PurePosixPath(file_name).suffix.lower()
     try:
         return convert_bytes(name, file_name, data, cancellation)
-    except NoDocument as error:
+    except NotConverted as error:
         if error.unread:
             kinds = " ".join(readable_suffixes())
             what = f"file type {suffix or file_name!r} is not supported here; supported: {kinds}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import re
 
-from cacheblend_documents.converter import NoDocument, marked_codec
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import marked_codec
 
 _UNMARKED_UTF16 = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
 _CODECS = {
@@ -44,7 +45,7 @@ def codec_of(charset: str) -> str | None:
 
 
 def decoded_page(data: bytes, omissions: Omissions) -> str:
-    """Decode HTML or XML: byte order mark, UTF-8, then the declared charset. Raises NoDocument for other encodings."""
+    """Decode HTML or XML: byte order mark, UTF-8, then the declared charset. Raises NotConverted for others."""
     if codec := marked_codec(data) or _UNMARKED_UTF16.get(data[:2], ""):
         return data.decode(codec, "replace")
     return decoded_text(data, _declared(data), omissions)
@@ -53,7 +54,7 @@ def decoded_page(data: bytes, omissions: Omissions) -> str:
 def decoded_text(data: bytes, charset: str, omissions: Omissions) -> str:
     """Decode as UTF-8, else by the declared charset ("" for none), else as windows-1252 if that is plausible.
 
-    Each assumption becomes an omission. Raises NoDocument for undeclared encodings other than windows-1252.
+    Each assumption becomes an omission. Raises NotConverted for undeclared encodings other than windows-1252.
     """
     codec = codec_of(charset) if charset else None
     if charset.lower().startswith(("utf-16", "utf-32")) and b"\0" in data:
@@ -69,7 +70,7 @@ def decoded_text(data: bytes, charset: str, omissions: Omissions) -> str:
     if not _is_windows_1252(data):
         declared = f"is not {charset}, which it declares" if charset else "declares no charset"
         reason = f"invalid UTF-8 at byte {at}, and {declared}; convert it: iconv -f CHARSET -t utf-8"
-        raise NoDocument(reason, "not UTF-8")
+        raise NotConverted(reason, "not UTF-8")
     declared = f"is not {charset}, which it declares" if charset else "is not declared"
     omissions.say(f"its encoding {declared}; read as windows-1252")
     return data.decode("cp1252")

@@ -1,28 +1,28 @@
-"""Converters from files to text: one package for each family of formats. Register a new converter here."""
+"""Formats by file suffix, and their converters. Register a new one here; another distribution has entry points."""
 
 from __future__ import annotations
 
 import re
 from codecs import BOM_UTF8
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import PurePath
 from pkgutil import resolve_name
+from typing import NamedTuple
 
-from cacheblend_documents.converter import (
-    CODE_SUFFIXES,
-    Converter,
-    from_code,
-    from_markdown,
-    from_plain,
-    from_rst,
-)
+from cacheblend_documents.converted import Converted, NotConverted
 
 CONVERTERS = {
-    "converter:from_markdown": ".md .markdown .mdx .qmd .rmd",
-    "converter:from_rst": ".rst",
-    "converter:from_plain": ".txt .text .adoc .asciidoc .org .log",
-    "converter:from_code": CODE_SUFFIXES,
+    "plain_text:from_markdown": ".md .markdown .mdx .qmd .rmd",
+    "plain_text:from_rst": ".rst",
+    "plain_text:from_plain": ".txt .text .adoc .asciidoc .org .log",
+    "plain_text:from_code": (
+        ".py .pyi .pyx .js .jsx .mjs .cjs .ts .tsx .vue .svelte .java .kt .kts .scala .groovy .go .rs .c .h .cc .cpp .cxx .hh .hpp "
+        ".hxx .cu .cuh .m .mm .cs .fs .vb .swift .rb .php .pl .pm .lua .r .jl .dart .ex .exs .erl .hrl .hs .ml .mli .clj .cljs "
+        ".lisp .el .scm .nim .zig .d .pas .f90 .asm .s .sh .bash .zsh .fish .ps1 .bat .sql .graphql .proto .thrift .tf .nix "
+        ".cmake .mk .gradle .css .scss .less .yaml .yml .toml .ini .cfg .conf"
+    ),
     "latex:from_latex": ".tex .ltx",
     "latex:from_bibliography": ".bib",
     "web.html:from_html": ".html .htm .xhtml",
@@ -33,11 +33,11 @@ CONVERTERS = {
     "json_records:from_json_records": ".json",
     "notebooks:from_notebook": ".ipynb",
     "mail.mail:from_mail": ".eml .mht .mhtml",
-    "mail.mailbox:from_mailbox": ".mbox",
+    "mail.mail:from_mailbox": ".mbox",
     "mail.calendar_events:from_calendar": ".ics",
     "mail.contacts:from_contacts": ".vcf",
     "word.rtf:from_rtf": ".rtf",
-    "pdf.pdf:from_pdf": ".pdf",
+    "pdf.pages:from_pdf": ".pdf",
     "word.docx:from_docx": ".docx .docm .dotx .dotm",
     "slides.pptx:from_pptx": ".pptx .pptm .potx .potm .ppsx .ppsm",
     "sheets.xlsx:from_xlsx": ".xlsx .xlsm .xltx .xltm",
@@ -45,10 +45,9 @@ CONVERTERS = {
     "web.epub:from_epub": ".epub",
 }
 """Module and converter -> lower-case file suffixes. A module is imported with the first file that needs it."""
-PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
-"""Converters that only decode. The others parse, within the limits of `converters/process.py`."""
+_PLAIN_TEXT = "plain_text:"
 _LIBRARIES = {
-    "pdf.pdf:from_pdf": "pypdfium2",
+    "pdf.pages:from_pdf": "pypdfium2",
     "word.docx:from_docx": "defusedxml",
     "slides.pptx:from_pptx": "defusedxml",
     "sheets.xlsx:from_xlsx": "defusedxml",
@@ -56,9 +55,7 @@ _LIBRARIES = {
     "web.epub:from_epub": "defusedxml",
 }
 """Converters that need the extra `documents` -> module that they import."""
-_BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
-_imported = cache(resolve_name)
-_WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), from_code)
+_GROUP = "cacheblend.converters"
 _BEGINNING = re.compile(
     rb"(?P<xml>\s*<\?xml\s)|(?P<ics>\s*BEGIN:VCALENDAR\b)|(?P<vcf>\s*BEGIN:VCARD\b)|(?P<mbox>From [^\n:]*[a-z]{3} [ \d]\d \d\d:\d\d[^\n]*\n>?[\w-]+:)"
     rb"|(?P<eml>(?:[\w-]+:[^\n]*\n(?:[ \t][^\n]*\n)*)*?MIME-Version:)",
@@ -68,18 +65,46 @@ _BEGINNING = re.compile(
 _START = 1 << 14  # bytes of a file that tell its kind
 
 
-def converter_of(name: str) -> Converter | None:
-    """Return the converter for a file name; None for an unknown suffix. A name without a suffix can be text."""
+class Format(NamedTuple):
+    """How files of a suffix are converted."""
+
+    converter: str  # "web.html:from_html", below this package; of another distribution an absolute name
+    distributions: tuple[str, ...] = ()  # names and versions of the others that convert the suffix
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the text is only decoded. Other converters parse, within limits."""
+        return self.converter.startswith(_PLAIN_TEXT) and not self.distributions
+
+    def load(self) -> Callable[[bytes], Converted]:
+        """Import the converter of a file's bytes. Raises NotConverted if several distributions have one."""
+        if len(self.distributions) > 1:
+            several = ", ".join(self.distributions)
+            raise NotConverted(f"several distributions convert it, uninstall all but one: {several}", unread=True)
+        found: Callable[[bytes], Converted] = _imported(
+            self.converter if self.distributions else f"{__package__}.{self.converter}"
+        )
+        return found
+
+
+TEXT = Format("plain_text:from_plain")
+_BY_SUFFIX = {suffix: Format(converter) for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
+_WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), _BY_SUFFIX[".py"])
+_imported = cache(resolve_name)
+
+
+def format_of(name: str) -> Format | None:
+    """Return the format of a file name; None for an unknown suffix. A name without a suffix can be text."""
     path = PurePath(name)
     if not path.suffix:
-        return _WITHOUT_SUFFIX.get(path.name.lower(), from_plain)
-    found = _BY_SUFFIX.get(path.suffix.lower())
-    return None if found is None else _imported(f"{__package__}.{found}")
+        return _WITHOUT_SUFFIX.get(path.name.lower(), TEXT)
+    suffix = path.suffix.lower()
+    return _BY_SUFFIX.get(suffix) or _installed().get(suffix)
 
 
 def named_by_content(name: str, data: bytes) -> str:
     """Return the file name, with a suffix by the file's content if it has none, or an unknown one."""
-    if PurePath(name).suffix and converter_of(name) is not None:
+    if PurePath(name).suffix and format_of(name) is not None:
         return name
     found = _BEGINNING.match(data[:_START].removeprefix(BOM_UTF8))
     return f"{name}.{found.lastgroup}" if found else name
@@ -88,4 +113,19 @@ def named_by_content(name: str, data: bytes) -> str:
 def readable_suffixes() -> list[str]:
     """Return the sorted file suffixes that the installed libraries can convert."""
     missing = {converter for converter, module in _LIBRARIES.items() if find_spec(module) is None}
-    return sorted(suffix for suffix, converter in _BY_SUFFIX.items() if converter not in missing)
+    own = (suffix for suffix, found in _BY_SUFFIX.items() if found.converter not in missing)
+    return sorted({*own, *_installed()})
+
+
+@cache
+def _installed() -> dict[str, Format]:
+    """Return the formats of other distributions by suffix: entry points such as `odt = "package:from_odt"`."""
+    from importlib.metadata import entry_points  # slow
+
+    found = dict[str, Format]()
+    for point in sorted(entry_points(group=_GROUP)):
+        suffix = f".{point.name.removeprefix('.').lower()}"
+        distribution = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+        before = found[suffix].distributions if suffix in found else ()
+        found[suffix] = Format(point.value, (*before, distribution))
+    return found

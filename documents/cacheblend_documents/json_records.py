@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from cacheblend_documents.chats import rich_text, sent_message
-from cacheblend_documents.converter import NoDocument, decoded, joined, without_controls
-from cacheblend_documents.layout import Converted, Mark, TextLayout, shortened
+from cacheblend_documents.converted import Converted, Mark, NotConverted, joined, shortened
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import decoded, without_controls
 
 _TEXT, _TITLE, _ID = ("text", "content", "body"), ("title", "name"), ("id", "_id")
 _ESCAPED = re.compile(r"\\(.)")
@@ -24,9 +24,9 @@ _DEEPEST = 3  # nested objects whose fields get a line each
 
 def from_json_lines(data: bytes) -> Converted:
     omissions, reasons = Omissions(), list[str]()
-    converted = joined(_lines(decoded(data), omissions, reasons), "markdown", apart=True, omissions=omissions)
+    converted = joined(_lines(decoded(data), omissions, reasons), "markdown", is_split=True, omissions=omissions)
     if reasons and not converted.text:
-        raise NoDocument(reasons[0], "broken JSON")
+        raise NotConverted(reasons[0], "broken JSON")
     return converted
 
 
@@ -51,12 +51,12 @@ def from_json_records(data: bytes) -> Converted:
         value = _loaded(text)
         parts = _parts(value)
         if not parts and _ESCAPED.search(text):
-            return Converted(_unescaped(value, "\n" in text.strip()), TextLayout("code", numbered=False))
+            return Converted(_unescaped(value, "\n" in text.strip()), "code", keeps_lines=False)
     except (ValueError, RecursionError):  # a dialect with comments, or nested too deeply: read it as text
         parts = []
     if not parts:
-        return Converted(text, TextLayout("code"))
-    return joined(parts, "markdown", apart=not _is_chat(_list(value)[1]))
+        return Converted(text, "code")
+    return joined(parts, "markdown", is_split=not _is_chat(_list(value)[1]))
 
 
 def _loaded(text: str) -> Any:

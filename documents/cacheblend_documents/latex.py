@@ -10,9 +10,9 @@ import unicodedata
 from collections.abc import Iterator
 
 from cacheblend_documents.charsets import decoded_text
-from cacheblend_documents.converter import decoded, marked_codec
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import decoded, marked_codec
 
 _MARKS = {
     '"': "\u0308", "'": "\u0301", "`": "\u0300", "^": "\u0302", "~": "\u0303", "=": "\u0304", ".": "\u0307",
@@ -51,7 +51,7 @@ def from_latex(data: bytes) -> Converted:
         name = declared[1].decode()
         data = decoded_text(data, _ENCODINGS.get(name, name), omissions).encode()
     text = "\n".join(_lines(decoded(data)))
-    return Converted(text, TextLayout("markdown", omissions=tuple(omissions)))
+    return Converted(text, "markdown", omissions=tuple(omissions))
 
 
 def from_bibliography(data: bytes) -> Converted:

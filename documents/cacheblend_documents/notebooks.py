@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from cacheblend_documents.converter import NoDocument, decoded, joined
-from cacheblend_documents.layout import Converted, Mark
+from cacheblend_documents.converted import Converted, Mark, NotConverted, joined
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import decoded
 
 _OLDEST = 3  # oldest format with worksheets
 
@@ -18,18 +18,18 @@ def from_notebook(data: bytes) -> Converted:
     try:
         converted = joined(_cells(json.loads(decoded(data)), omissions), "markdown", omissions=omissions)
     except RecursionError as error:
-        raise NoDocument("is nested too deeply", "broken notebooks") from error
+        raise NotConverted("is nested too deeply", "broken notebooks") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NoDocument("not a notebook", "broken notebooks") from error
-    if converted.layout.omissions and not converted.text:
-        raise NoDocument(f"not a notebook: {converted.layout.omissions[0]}", "broken notebooks")
+        raise NotConverted("not a notebook", "broken notebooks") from error
+    if converted.omissions and not converted.text:
+        raise NotConverted(f"not a notebook: {converted.omissions[0]}", "broken notebooks")
     return converted
 
 
 def _cells(notebook: Any, omissions: Omissions) -> Iterator[tuple[str, Mark]]:
     version = notebook.get("nbformat", 4)
     if version < _OLDEST:
-        raise NoDocument(f"a notebook of format {version}: convert it with jupyter nbconvert", "old notebooks")
+        raise NotConverted(f"a notebook of format {version}: convert it with jupyter nbconvert", "old notebooks")
     language = notebook.get("metadata", {}).get("language_info", {}).get("name", "python")
     cells = notebook["cells"] if "cells" in notebook else [c for s in notebook["worksheets"] for c in s["cells"]]
     for number, cell in enumerate(cells, 1):

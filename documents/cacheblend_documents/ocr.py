@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cacheblend_documents.converter import SCANNED, NoDocument
-from cacheblend_documents.layout import Converted
+from cacheblend_documents.converted import SCANNED, Converted, NotConverted
 from cacheblend_documents.limited_process import MIB
 from cacheblend_documents.omissions import Omissions, number_ranges
 
@@ -61,42 +60,41 @@ def check_ocr(languages: str) -> None:
 def convert_with_ocr(convert: Callable[[bytes], Converted], data: bytes, languages: str) -> Converted:
     """Convert a PDF; if pages show only images, recognise their text and convert it again.
 
-    Recognised text can have errors, so an omission names its pages. Raises NoDocument, and OcrError if
+    Recognised text can have errors, so an omission names its pages. Raises NotConverted, and OcrError if
     ocrmypdf cannot work.
     """
     converted: Converted | None = None
     try:
         converted = convert(data)
-    except NoDocument as no:
+    except NotConverted as no:
         if no.group != SCANNED:
             raise
-    pages = () if converted is None else converted.layout.scanned
+    pages = () if converted is None else converted.scanned_pages
     if converted is not None and not pages:
         return converted
     try:
         found = convert(recognised(data, languages, pages))
-    except NoDocument as no:
+    except NotConverted as no:
         if no.group == SCANNED:
-            no = NoDocument("no text is recognised on its pages", "without text to recognise")
+            no = NotConverted("no text is recognised on its pages", "without text to recognise")
         if converted is None:
-            raise NoDocument(f"a scanned PDF: {no.reason}", no.group, unread=no.unread) from no
+            raise NotConverted(f"a scanned PDF: {no.reason}", no.group, unread=no.unread) from no
         return _with_omission(converted, f"the text of scanned pages: {no.reason}")
     images, scanned = Omissions(), {f"page {number}" for number in pages}
-    for part in dict.fromkeys(mark.part for mark in found.layout.marks):
+    for part in dict.fromkeys(mark.part for mark in found.marks):
         if converted is None or part in scanned:
             images.add("page image", part.removeprefix("page "))
     return _with_omission(found, *(f"{text}, whose text was recognised (OCR) and can have errors" for text in images))
 
 
 def _with_omission(converted: Converted, *omissions: str) -> Converted:
-    layout = converted.layout
-    return replace(converted, layout=replace(layout, omissions=(*omissions, *layout.omissions)))
+    return replace(converted, omissions=(*omissions, *converted.omissions))
 
 
 def recognised(data: bytes, languages: str, pages: Sequence[int] = ()) -> bytes:
     """Return the PDF with the text of these pages, or of all if `pages` is empty.
 
-    Raises NoDocument and OcrError.
+    Raises NotConverted and OcrError.
     """
     check_ocr(languages)
     with TemporaryDirectory(prefix="cacheblend-ocr-") as name:  # for this user only
@@ -110,7 +108,7 @@ def recognised(data: bytes, languages: str, pages: Sequence[int] = ()) -> bytes:
                 "install what is missing; for German, for example: apt install tesseract-ocr-deu",
             )
         if status:
-            raise NoDocument(f"{PROGRAM} cannot read it (status {status})", "not recognised", unread=True)
+            raise NotConverted(f"{PROGRAM} cannot read it (status {status})", "not recognised", unread=True)
         return (folder / "out.pdf").read_bytes()
 
 
@@ -122,7 +120,7 @@ def _command(languages: str, pages: Sequence[int]) -> list[str]:
 
 
 def _run(command: Sequence[str], folder: Path, seconds: float) -> int:
-    """Run the program in the folder and return its exit status. Raises NoDocument if its time is up.
+    """Run the program in the folder and return its exit status. Raises NotConverted if its time is up.
 
     Its messages go to the file `messages`. It and its children end with this function, also at an interrupt.
     """
@@ -137,7 +135,7 @@ def _run(command: Sequence[str], folder: Path, seconds: float) -> int:
             _limit(process.pid, seconds)
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise NoDocument(
+            raise NotConverted(
                 f"recognising its text takes more than {seconds:,.0f} s", "too slow to recognise", unread=True
             ) from None
         finally:

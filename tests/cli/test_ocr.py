@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.ocr import recognised
 from fake_ocr import FakeOcr, scanned_pdf
 from files import pdf, write
@@ -140,13 +140,13 @@ def test_the_program_ends_with_its_children(
         raise ending
 
     monkeypatch.setattr(subprocess.Popen, "wait", end)
-    with pytest.raises(NoDocument if isinstance(ending, Exception) else KeyboardInterrupt) as raised:
+    with pytest.raises(NotConverted if isinstance(ending, Exception) else KeyboardInterrupt) as raised:
         recognised(SCAN, "eng")
     monkeypatch.undo()
     assert os.read(reader, 1) == b"", "no process is left that has it open"
     os.close(reader)
     assert not Path(ocr.calls[0]["folder"]).exists()
-    if isinstance(raised.value, NoDocument):
+    if isinstance(raised.value, NotConverted):
         assert raised.value.unread
         assert raised.value.reason == "recognising its text takes more than 300 s"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cacheblend_documents import Converted
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
@@ -43,7 +44,7 @@ def precomputed(engine: Engine, store: ChunkStore, folder: Path) -> None:
 
 
 def put(engine: Engine, store: ChunkStore, folder: Path) -> None:
-    putting = engine.put(store, Document("put/page", TEXT))
+    putting = engine.put(store, Document("put/page", Converted(TEXT)))
     while putting.collect():
         pass
     putting.commit()
@@ -76,5 +77,5 @@ def collector_of(engine: Engine, store: ChunkStore) -> Collector:
 def test_a_chunk_named_twice_is_stored_once(model: Path, tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         collector = collector_of(loaded(model, "auto"), store)
-        [[chunk]] = plan_texts(collector.collection, [Document("a", TEXT)], CollectSettings())
+        [[chunk]] = plan_texts(collector.collection, [Document("a", Converted(TEXT))], CollectSettings())
         assert [stored.key for stored in collector.store([chunk, replace(chunk, source="b")])] == [chunk.key]

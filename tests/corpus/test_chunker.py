@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from cacheblend_documents.layout import Kind
+from cacheblend_documents.converted import Kind
 from checkpoints import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,38 +6,34 @@ import sys
 
 import files
 import pytest
-from cacheblend_documents import archive
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
-from cacheblend_documents.layout import Converted
-from cacheblend_documents.process import ConverterProcess
+from cacheblend_documents import conversion, formats
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import Converted, NotConverted
+from cacheblend_documents.formats import format_of
+from cacheblend_documents.office import package
 
 from cacheblend_cli.corpus.cutting import Locating
 
 
 def convert(name: str, data: bytes | str) -> Converted:
-    converter = converter_of(name)
-    assert converter is not None
-    return converter(data if isinstance(data, bytes) else data.encode())
+    return convert_here(name, data if isinstance(data, bytes) else data.encode())
 
 
 def place_of(found: Converted, first: str, last: str = "") -> tuple[str, tuple[str, ...]]:
     """Return the place as shown to users, and the headings."""
-    locator = Locating(found.text, found.layout).find(
-        found.text.index(first), found.text.index(last or first) + len(last or first)
-    )
+    locator = Locating(found).find(found.text.index(first), found.text.index(last or first) + len(last or first))
     return locator.text, locator.headings
 
 
 def test_every_kind_has_one_converter() -> None:
     for name in ("a.MD", "b.txt", "c.rst", "d.html", "e.csv", "f.tsv", "g.json", "h.jsonl", "i.py", "j.ipynb", "k.eml"):
-        assert converter_of(name) is not None
+        assert format_of(name) is not None
     for name in ("l.pdf", "m.docx", "n.pptx", "o.xlsx", "o.xls", "o.ods", "p.epub", "README", "Makefile", "a", "md"):
-        assert converter_of(name) is not None
+        assert format_of(name) is not None
     for name in ("q.xml", "r.tex", "s.bib", "t.mbox", "u.ics", "v.vcf", "w.mhtml"):
-        assert converter_of(name) is not None
+        assert format_of(name) is not None
     for name in ("a.png", "x.unknown"):
-        assert converter_of(name) is None
+        assert format_of(name) is None
 
 
 @pytest.mark.parametrize(
@@ -53,15 +49,10 @@ def test_every_kind_has_one_converter() -> None:
     ],
 )
 def test_encoded_text_without_a_known_suffix_is_read_by_its_content(data: bytes, text: str) -> None:
-    process = ConverterProcess()
-    try:
-        for name in ("saved", "saved.unknown"):
-            assert process.convert(name, data).text.split() == text.split()
-        assert process.convert("saved.txt", data.replace(b"\xfc\xdf", b"")).text.encode() == data.replace(
-            b"\xfc\xdf", b""
-        )
-    finally:
-        process.close()
+    for name in ("saved", "saved.unknown"):
+        assert conversion.convert(name, data).text.split() == text.split()
+    plain = data.replace(b"\xfc\xdf", b"").rstrip() + b"\n"
+    assert conversion.convert("saved.txt", plain).text.encode() == plain
 
 
 PAGE = """<!doctype html><html><head><title>The  travel page</title><style>p { color: red }</style></head><body>
@@ -76,7 +67,7 @@ y = 2</pre><p>Use <code>plan</code>.</p><script>alert(1)</script></main><footer>
 
 def test_html_is_its_main_text() -> None:
     found = convert("a.html", PAGE)
-    assert found.layout.title == "The travel page"
+    assert found.title == "The travel page"
     assert found.text == (
         "# Travel\n\nEmployees are reimbursed within two weeks.\nAlways.\n\n## Rates\n\ncity | rate\nBergen | 90\n\n"
         "- first\n- second\n\n```\nx = 1\ny = 2\n```\n\nUse `plan`.\n"
@@ -126,15 +117,15 @@ def test_office_files_and_books() -> None:
 @pytest.mark.parametrize("suffix", [".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".ipynb"])
 @pytest.mark.parametrize("data", [b"", b"no such file\n", b"%PDF-1.4\ntrash", files.packed({"a.txt": "x"})])
 def test_broken_files_are_refused_with_a_reason(suffix: str, data: bytes) -> None:
-    with pytest.raises(NoDocument) as refused:
+    with pytest.raises(NotConverted) as refused:
         convert(f"a{suffix}", data)
     assert refused.value.group in ("damaged or locked", "broken notebooks", "binary")
 
 
 def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "_MOST", 1 << 20)
+    monkeypatch.setattr(package, "_MOST_UNPACKED", 1 << 20)
     packed = files.packed({f"{n}": "\0" * (600 << 10) for n in range(2)})
-    with pytest.raises(NoDocument) as refused:
+    with pytest.raises(NotConverted) as refused:
         convert("a.docx", packed)
     assert refused.value.group == "too large unpacked"
 
@@ -146,8 +137,9 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    formats._imported.cache_clear()
     monkeypatch.delitem(sys.modules, "cacheblend_documents.pdf.pages", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(NoDocument, match="pip install") as refused:
+    with pytest.raises(NotConverted, match="pip install") as refused:
         convert(f"a{suffix}", b"x")
     assert refused.value.unread, "what was stored of it stays"

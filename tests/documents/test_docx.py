@@ -6,8 +6,8 @@ import io
 import zipfile
 
 import pytest
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.word.docx import from_docx
 from cacheblend_documents.word.numbering import formatted
 from hostile import with_files
@@ -26,7 +26,7 @@ def text_of(body: str, **parts: str) -> str:
 
 
 def omissions(body: str, **parts: str) -> tuple[str, ...]:
-    return from_docx(word(body, **parts)).layout.omissions
+    return from_docx(word(body, **parts)).omissions
 
 
 def one(content: str) -> str:
@@ -48,7 +48,7 @@ def test_headings_are_found_by_name_and_by_level() -> None:
     )
     converted = from_docx(word(body, styles=styles))
     assert converted.text == "# Title\n\n# Mine\n\n## berschrift2\n\n###### Heading8\n\nTOCHeading\n\nOther\n"
-    assert converted.layout.title == "Title"
+    assert converted.title == "Title"
     direct = paragraph("A part", properties='<w:outlineLvl w:val="2"/>')
     assert text_of(direct) == "### A part"
     assert text_of(direct.replace("A part", "long " * 100)).startswith("long")
@@ -371,9 +371,9 @@ def test_documents_embedded_in_other_formats_stand_in_their_place() -> None:
     assert found.text == (
         "Cover sheet.\n\n# Warranty\n\nIt lasts ~~24~~ 27 months.\n\n# Warranty\n\nIt lasts ~~24~~ 30 months.\n\nSigned.\n\nEnd.\n"
     )
-    assert found.layout.omissions == ("2 embedded documents",)
+    assert found.omissions == ("2 embedded documents",)
     alone = from_docx(with_chunks('<w:altChunk r:id="a"/>', a=("text/html", "<p>It lasts 27 months.")))
-    assert (alone.text, alone.layout.omissions) == ("It lasts 27 months.\n", ())
+    assert (alone.text, alone.omissions) == ("It lasts 27 months.\n", ())
 
 
 def test_charts_and_embedded_files_are_said() -> None:
@@ -390,15 +390,13 @@ def test_charts_and_embedded_files_are_said() -> None:
         "2 charts (Results)", "1 embedded object (Results)", "2 equations (Results)", "1 form control (Results)",
         "1 embedded document (Results)"
     )  # fmt: skip
-    with pytest.raises(NoDocument, match="no text, only 1 chart"):
+    with pytest.raises(NotConverted, match="no text, only 1 chart"):
         text_of(paragraph("<w:r><c:chart/></w:r>"))
 
 
 @pytest.mark.parametrize("suffix", [".docm", ".dotx", ".dotm"])
 def test_documents_with_macros_and_templates_are_read(suffix: str) -> None:
-    converter = converter_of(f"a{suffix}")
-    assert converter is not None
-    assert converter(word(paragraph("text"))).text == "text\n"
+    assert convert_here(f"a{suffix}", word(paragraph("text"))).text == "text\n"
 
 
 def test_strict_documents_and_damaged_packages_are_read() -> None:
@@ -420,7 +418,7 @@ def test_a_damaged_part_is_left_out_and_said(name: str, omission: str) -> None:
     body = paragraph("350 euros") + in_list("text", 1)
     found = from_docx(with_files(word(body, **{name: ""}), {f"word/{name}.xml": "<w:broken"}))
     assert found.text == "350 euros\n\ntext\n"
-    assert found.layout.omissions == (omission,)
+    assert found.omissions == (omission,)
 
 
 def test_text_before_a_damaged_place_is_read() -> None:
@@ -429,16 +427,16 @@ def test_text_before_a_damaged_place_is_read() -> None:
     broken = f'<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"><w:body>{text}<w:p><w:r><w:t>cut</w:t>'
     found = from_docx(with_files(whole, {"word/document.xml": broken}))
     assert found.text == "line 0\n\nline 1\n\nline 2\n\ncut\n"
-    assert found.layout.omissions == ("the text after a damaged place cannot be read",)
-    with pytest.raises(NoDocument, match="its text cannot be read"):
+    assert found.omissions == ("the text after a damaged place cannot be read",)
+    with pytest.raises(NotConverted, match="its text cannot be read"):
         from_docx(with_files(whole, {"word/document.xml": "<w:document"}))
 
 
 def test_a_password_and_the_old_format_are_named() -> None:
     compound = bytes.fromhex("d0cf11e0a1b11ae1") + bytes(100)
-    with pytest.raises(NoDocument, match="a Word document with a password"):
+    with pytest.raises(NotConverted, match="a Word document with a password"):
         from_docx(compound + "EncryptedPackage".encode("utf-16-le"))
-    with pytest.raises(NoDocument, match="old Office format"):
+    with pytest.raises(NotConverted, match="old Office format"):
         from_docx(compound)
 
 

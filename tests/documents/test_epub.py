@@ -6,7 +6,7 @@ import books
 import hostile
 import pytest
 from books import book, page
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.web.epub import from_epub
 
 ROSES, TULIPS = page("<h1>Roses</h1><p>Cut in March."), page("<h1>Tulips</h1><p>Plant in October.")
@@ -17,13 +17,13 @@ AES = "http://www.w3.org/2001/04/xmlenc#aes128-cbc"
 def read(data: bytes) -> tuple[str, tuple[str, ...]]:
     """Return text and omissions."""
     found = from_epub(data)
-    return found.text, found.layout.omissions
+    return found.text, found.omissions
 
 
 def test_a_book_has_its_title_and_its_chapters() -> None:
     found = from_epub(book({"a.xhtml": ROSES, "b.xhtml": TULIPS}))
-    assert (found.text, found.layout.title, found.layout.omissions) == (BOTH, "Garden Book", ())
-    assert [mark.part for mark in found.layout.marks] == ["chapter 1", "chapter 2"]
+    assert (found.text, found.title, found.omissions) == (BOTH, "Garden Book", ())
+    assert [mark.part for mark in found.marks] == ["chapter 1", "chapter 2"]
 
 
 def test_missing_chapters_are_named() -> None:
@@ -42,7 +42,7 @@ def test_a_damaged_chapter_is_named() -> None:
 
 
 def test_a_book_without_chapters_is_refused() -> None:
-    with pytest.raises(NoDocument, match="2 chapters are missing"):
+    with pytest.raises(NotConverted, match="2 chapters are missing"):
         from_epub(book({"a.xhtml": None, "b.xhtml": None}))
 
 
@@ -86,7 +86,7 @@ def test_elements_that_close_themselves_end() -> None:
     "others", [books.encryption(AES, "OEBPS/a.xhtml"), {"META-INF/encryption.xml": "<encryption/>"}]
 )
 def test_an_encrypted_book_is_refused(others: dict[str, str]) -> None:
-    with pytest.raises(NoDocument) as refused:
+    with pytest.raises(NotConverted) as refused:
         from_epub(book({"a.xhtml": bytes(range(256)) * 20}, others=others))
     assert refused.value.group == "encrypted books"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import growing
 import pytest
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import NotConverted
 from checkpoints import write_tokenizer
 from torture import Ledger
 
@@ -148,12 +148,10 @@ def check(kind: str, act: Callable[[int], object]) -> None:
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_documents_take_linear_time(kind: str, encode: Encode) -> None:
     name, text = DOCUMENTS[kind]
-    converter = converter_of(name)
-    assert converter is not None
 
     def cut(size: int) -> None:
-        converted = converter(text(size).encode())
-        document = Document(name, converted.text, layout=converted.layout)
+        converted = convert_here(name, text(size).encode())
+        document = Document(name, converted)
         for _ in cut_document(document, encode, CutSettings(256, 32)):
             pass
 
@@ -163,13 +161,11 @@ def test_documents_take_linear_time(kind: str, encode: Encode) -> None:
 @pytest.mark.torture
 @pytest.mark.parametrize("kind", growing.FILES)
 def test_files_of_many_parts_take_linear_time(kind: str) -> None:
-    converter = converter_of(f"a.{kind.rpartition(' ')[2]}")
-    assert converter is not None
     made = lru_cache(2)(growing.FILES[kind])
 
     def convert(size: int) -> None:
-        with suppress(NoDocument):
-            converter(made(size))
+        with suppress(NotConverted):
+            convert_here(f"a.{kind.rpartition(' ')[2]}", made(size))
 
     check(kind, convert)
 

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import Converted, NotConverted
 from cacheblend_documents.json_records import from_json_lines, from_json_records
-from cacheblend_documents.layout import Converted
 
 from cacheblend_cli.corpus.cutting import Locating
 
@@ -23,7 +22,7 @@ def of_value(value: Any) -> Converted:
 
 def place_of(found: Converted, words: str) -> tuple[str, tuple[str, ...]]:
     start = found.text.index(words)
-    place = Locating(found.text, found.layout).find(start, start + len(words))
+    place = Locating(found).find(start, start + len(words))
     return place.text, place.headings
 
 
@@ -32,7 +31,7 @@ def test_json_lines_are_records_with_their_lines() -> None:
         {"id": 7, "title": "Travel", "text": "Within two weeks."}, {"id": "b", "text": "Alone."}, {"x": [1, 2]}
     )
     assert found.text == "# Travel\n\nid: 7\n\nWithin two weeks.\n\nid: b\n\nAlone.\n\nx: 1, 2\n\n"
-    assert found.layout.apart
+    assert found.is_split
     assert place_of(found, "Within") == ("record 7, line 1", ("Travel",))
     assert place_of(found, "Alone")[0] == "record b, line 2"
 
@@ -40,14 +39,14 @@ def test_json_lines_are_records_with_their_lines() -> None:
 def test_a_line_that_is_not_json_is_an_omission() -> None:
     found = from_json_lines(b'{"text":"The code is 4417."}\n{"text":"The door is red."}\n{"text":"Unfinish')
     assert found.text == "The code is 4417.\n\nThe door is red.\n\n"
-    assert found.layout.omissions == ("1 line is not JSON (line 3)",)
+    assert found.omissions == ("1 line is not JSON (line 3)",)
     found = from_json_lines(b"{\n[\n" + b"[" * 100_000 + b'\n{"text": "one"}\n')
     assert found.text == "one\n\n"
-    assert found.layout.omissions == ("2 lines are not JSON (lines 1, 2)", "1 line is nested too deeply (line 3)")
+    assert found.omissions == ("2 lines are not JSON (lines 1, 2)", "1 line is nested too deeply (line 3)")
 
 
 def test_lines_without_json_are_refused() -> None:
-    with pytest.raises(NoDocument, match="line 2 is not JSON"):
+    with pytest.raises(NotConverted, match="line 2 is not JSON"):
         from_json_lines(b"\n{\n[\n")
 
 
@@ -55,7 +54,7 @@ def test_lines_without_json_are_refused() -> None:
 def test_json_with_records_is_these_and_other_json_is_text(wrap) -> None:  # type: ignore[no-untyped-def]
     found = of_value(wrap([{"text": "one"}, {"id": "x", "body": "two"}]))
     assert found.text == "one\n\nid: x\n\ntwo\n\n"
-    assert [m.part for m in found.layout.marks] == ["record 1", "record x"]
+    assert [m.part for m in found.marks] == ["record 1", "record x"]
     plain = '{"a": {"b": 1},\n "text": 3}'
     assert from_json_records(plain.encode()).text == plain
 
@@ -63,7 +62,7 @@ def test_json_with_records_is_these_and_other_json_is_text(wrap) -> None:  # typ
 def test_other_json_shows_escaped_letters_and_line_ends() -> None:
     found = from_json_records(b'{"a": {"name": "Gr\\u00f6\\u00dfe"}, "b": "one\\ntwo \\"C:\\\\new\\""}')
     assert found.text == '{"a": {"name": "Größe"}, "b": "one\ntwo "C:\\\\new""}'
-    assert not found.layout.numbered
+    assert not found.keeps_lines
 
 
 def test_records_keep_all_their_fields() -> None:
@@ -91,7 +90,7 @@ def test_fields_around_records_are_kept() -> None:
         }
     )
     assert found.text == "catalog: Kitchen\nvalid_until: 2026-12-31\n\n# Kettle\n\nprice: 19\n\nBoils.\n\n"
-    assert [m.part for m in found.layout.marks] == ["", "record 1"]
+    assert [m.part for m in found.marks] == ["", "record 1"]
 
 
 def test_a_chat_is_its_messages_and_is_not_cut_at_each() -> None:
@@ -102,7 +101,7 @@ def test_a_chat_is_its_messages_and_is_not_cut_at_each() -> None:
     ]
     text = 'Mara (user): When?\nat: 09:30\n\nassistant: On 17 April.\n{"type": "image_url", "image_url": {"url": "a.png"}}\n\n'
     found = of_value({"model": "small", "messages": messages})
-    assert (found.text, found.layout.apart) == ("model: small\n\n" + text, False)
+    assert (found.text, found.is_split) == ("model: small\n\n" + text, False)
     assert place_of(found, "When")[0] == "message 1"
     assert of_lines({"messages": messages}).text == text.replace("\n\nassistant", "\nassistant")
 
@@ -135,7 +134,7 @@ def test_one_record_of_another_form_does_not_decide_for_all() -> None:
         "name: Garden club\nabout: loose\n\nid: 1\ntype: service\ndate: 2025-03-01T09:00:00\nactor: Ida\ntitle: Garden club\n\n"
         "Olav: Pay to account 9912 by 14 March.\ndate: 2025-03-01T09:06:40\nid: 2\nreply_to: 1\n\nleft out\n\n"
     )
-    assert not found.layout.apart
+    assert not found.is_split
     tools = {"role": "assistant", "tool_calls": [{"id": "a"}]}
     assert of_value([{"role": "user", "content": "When?"}, tools]).text == (
         "user: When?\n\nrole: assistant\ntool_calls: id: a\n\n"

@@ -37,7 +37,7 @@ def test_sections_are_headings_and_lines_stay() -> None:
         '\\begin{verbatim}\nx % y \\"u\n\\end{verbatim}\nRoots.\n'
     )
     start = found.text.index("Roots")
-    place = Locating(found.text, found.layout).find(start, start + 5)
+    place = Locating(found).find(start, start + 5)
     assert (place.text, place.headings) == ("line 9", ("Growth of Brassica", "The $x^{2}$ law", "In detail"))
 
 

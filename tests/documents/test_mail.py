@@ -4,11 +4,10 @@ calendars and contacts."""
 from __future__ import annotations
 
 import pytest
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.mail.calendar_events import from_calendar
 from cacheblend_documents.mail.contacts import from_contacts
-from cacheblend_documents.mail.mail import from_mail
-from cacheblend_documents.mail.mailbox import from_mailbox
+from cacheblend_documents.mail.mail import from_mail, from_mailbox
 from mails import CALENDAR, HEADERS, mail, multipart, part
 
 TOP = "# Contract\n\nFrom: Mara <mara@example.org>\nTo: Jon <jon@example.org>\nDate: Mon, 2 Mar 2026 10:00:00 +0100"
@@ -19,7 +18,7 @@ def read(content: str) -> tuple[str, tuple[str, ...]]:
     """The text after the headers, and the omissions."""
     found = from_mail(mail(content))
     assert found.text.startswith(TOP + "\n")
-    return found.text.removeprefix(TOP).strip("\n"), found.layout.omissions
+    return found.text.removeprefix(TOP).strip("\n"), found.omissions
 
 
 def test_text_after_an_attachment_is_read() -> None:
@@ -104,7 +103,7 @@ def test_parts_are_decoded_by_their_charset() -> None:
     assert (text, len(omissions)) == ("", 1)
     assert omissions[0].startswith("a text of the message: invalid UTF-8")
     raw = mail(part("x")).replace(b"Contract", "Größe".encode("cp1252"))
-    assert from_mail(raw).layout.title == "Größe"
+    assert from_mail(raw).title == "Größe"
 
 
 def test_encrypted_and_foreign_parts_are_said() -> None:
@@ -143,11 +142,11 @@ def test_parts_depth_and_headers_are_bounded() -> None:
     assert from_mail(b"From: " + b"(" * 100_000 + b"a@b.c\n\nText.").text.endswith("\n\nText.\n")
     long = from_mail(f"Subject: x\nTo: {'a@example.org, ' * 2000}\n\nText.".encode())
     assert len(long.text) < 10_000
-    assert long.layout.omissions == ("the To line after 8,000 characters",)
+    assert long.omissions == ("the To line after 8,000 characters",)
 
 
 def test_a_file_without_headers_is_refused() -> None:
-    with pytest.raises(NoDocument, match="not an e-mail"):
+    with pytest.raises(NotConverted, match="not an e-mail"):
         from_mail(b"\n\njust text")
 
 
@@ -163,16 +162,16 @@ def test_a_mailbox_is_its_mails(line_end: bytes) -> None:
     assert found.text.replace("\r", "") == (
         f"{TOP}\n\nGrüße\n\n{TOP}\nAttached: a.pdf\n\nOpen until 18.\n\nFrom Mara on\nFrom here on, call 218.\n\n"
     )
-    assert [mark.part for mark in found.layout.marks] == ["mail 1", "mail 2"]
-    assert found.layout.apart
-    assert found.layout.omissions == ("1 attachment (a.pdf)",)
+    assert [mark.part for mark in found.marks] == ["mail 1", "mail 2"]
+    assert found.is_split
+    assert found.omissions == ("1 attachment (a.pdf)",)
 
 
 def test_what_is_not_a_mail_in_a_mailbox_is_an_omission() -> None:
     nested = b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * 2000
     found = from_mailbox(b"lost\n" + FROM + FIRST + b"\n" + FROM + nested)
-    assert found.layout.omissions == ("1 mail cannot be read (mail 2)", "the text before the first mail")
-    with pytest.raises(NoDocument, match="not a mailbox"):
+    assert found.omissions == ("1 mail cannot be read (mail 2)", "the text before the first mail")
+    with pytest.raises(NotConverted, match="not a mailbox"):
         from_mailbox(b"From here on, call 218.\n")
 
 

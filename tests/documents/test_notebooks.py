@@ -7,7 +7,7 @@ from typing import Any
 
 import files
 import pytest
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.notebooks import from_notebook
 
 from cacheblend_cli.corpus.cutting import Locating
@@ -17,7 +17,7 @@ def test_notebooks_are_their_cells_without_outputs() -> None:
     found = from_notebook(files.notebook())
     assert found.text == "# Study\n\nWhy.\n\n```python\nx = 1\n```\n\n"
     start = found.text.index("x = 1")
-    place = Locating(found.text, found.layout).find(start, start + 5)
+    place = Locating(found).find(start, start + 5)
     assert (place.text, place.headings) == ("cell 2", ("Study",))
 
 
@@ -34,7 +34,7 @@ def test_the_worksheets_of_format_3_are_read() -> None:
 
 
 def test_older_formats_are_refused_by_name() -> None:
-    with pytest.raises(NoDocument, match="a notebook of format 2") as refused:
+    with pytest.raises(NotConverted, match="a notebook of format 2") as refused:
         from_notebook(b'{"nbformat": 2, "cells": []}')
     assert refused.value.group == "old notebooks"
 
@@ -48,6 +48,6 @@ def test_a_broken_cell_loses_only_that_cell() -> None:
     ]
     found = from_notebook(json.dumps({"cells": cells}).encode())
     assert found.text == "one\n\n"
-    assert found.layout.omissions == ("3 cells cannot be read (cells 2, 3, 4)",)
-    with pytest.raises(NoDocument, match="not a notebook: 1 cell cannot be read"):
+    assert found.omissions == ("3 cells cannot be read (cells 2, 3, 4)",)
+    with pytest.raises(NotConverted, match="not a notebook: 1 cell cannot be read"):
         from_notebook(json.dumps({"cells": [{}]}).encode())

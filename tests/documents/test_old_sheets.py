@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 from binary_workbooks import DATE, floating, text, whole, xlsb
-from cacheblend_documents.converter import COMPOUND, NoDocument
-from cacheblend_documents.formats import converter_of
-from cacheblend_documents.layout import Converted
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import Converted, NotConverted
+from cacheblend_documents.plain_text import COMPOUND
 
 
 def convert(data: bytes, name: str = "export.xls") -> Converted:
-    converter = converter_of(name)
-    assert converter is not None
-    return converter(data)
+    return convert_here(name, data)
 
 
 def test_pages_and_text_with_the_name_of_a_workbook_are_read() -> None:
@@ -25,12 +23,12 @@ def test_pages_and_text_with_the_name_of_a_workbook_are_read() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"nothing", b"\t\0\1", b"<?xml version='1.0'?><Workbook/>"])
 def test_other_files_are_no_spreadsheets(data: bytes) -> None:
-    with pytest.raises(NoDocument, match="not a spreadsheet"):
+    with pytest.raises(NotConverted, match="damaged"):
         convert(data)
 
 
 def test_an_old_office_file_read_as_text_is_named() -> None:
-    with pytest.raises(NoDocument, match="old Office format: save it as"):
+    with pytest.raises(NotConverted, match="old Office format: save it as"):
         convert(COMPOUND + b"\0" * 504, "letter.txt")
 
 

@@ -8,17 +8,14 @@ import zlib
 import files
 import pdfs
 import pytest
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
-from cacheblend_documents.layout import Converted
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import Converted, NotConverted
 from cacheblend_documents.pdf.line_order import arranged
 from cacheblend_documents.pdf.lines import has_right_to_left, lines_of
 
 
 def convert(data: bytes) -> Converted:
-    converter = converter_of("a.pdf")
-    assert converter is not None
-    return converter(data)
+    return convert_here("a.pdf", data)
 
 
 def text_of(content: str | bytes, **more: object) -> str:
@@ -26,7 +23,7 @@ def text_of(content: str | bytes, **more: object) -> str:
 
 
 def refusal(data: bytes) -> str:
-    with pytest.raises(NoDocument) as refused:
+    with pytest.raises(NotConverted) as refused:
         convert(data)
     return refused.value.reason
 
@@ -34,10 +31,10 @@ def refusal(data: bytes) -> str:
 def test_pages_are_marked_and_the_title_is_kept() -> None:
     found = convert(files.pdf(["On page (one).\nA reim-\nbursement.", "Page two."], "Travel rules"))
     assert found.text == "On page (one).\nA reimbursement.\n\nPage two.\n\n"
-    assert found.layout.title == "Travel rules"
+    assert found.title == "Travel rules"
     for placeholder in ("untitled", "(anonymous)", "Untitled document", "Microsoft Word - Document1"):
-        assert convert(files.pdf(["text"], title=placeholder)).layout.title == ""
-    assert [(mark.part, found.text[mark.start :][:4]) for mark in found.layout.marks] == [
+        assert convert(files.pdf(["text"], title=placeholder)).title == ""
+    assert [(mark.part, found.text[mark.start :][:4]) for mark in found.marks] == [
         ("page 1", "On p"),
         ("page 2", "Page"),
     ]
@@ -250,11 +247,11 @@ def test_a_damaged_page_is_named_and_the_others_are_read() -> None:
     good = pdfs.pages(pdfs.text_at(72, 700, "one"), pdfs.text_at(72, 700, "two"), pdfs.text_at(72, 700, "three"))
     found = convert(good.replace(b"/Kids [3 0 R 5 0 R 7 0 R]", b"/Kids [3 0 R 99 0 R 7 0 R]"))
     assert found.text == "one\n\nthree\n\n"
-    assert found.layout.omissions == ("page 2 cannot be read",)
-    assert [mark.part for mark in found.layout.marks] == ["page 1", "page 3"]
+    assert found.omissions == ("page 2 cannot be read",)
+    assert [mark.part for mark in found.marks] == ["page 1", "page 3"]
     drawing = "0 0 100 100 re f"
     found = convert(pdfs.pages(pdfs.text_at(72, 700, "one"), "", drawing, drawing, "", drawing))
-    assert found.layout.omissions == ("pages 3-4, 6: no text; may be scanned (run: ocrmypdf in.pdf out.pdf)",)
+    assert found.omissions == ("pages 3-4, 6: no text; may be scanned (run: ocrmypdf in.pdf out.pdf)",)
 
 
 def compressed(content: bytes, entries: bytes = b"/Filter /FlateDecode") -> bytes:
@@ -286,9 +283,9 @@ def test_blank_pages_are_no_omission_but_damaged_content_is() -> None:
         ]
         found = convert(pdfs.assembled(objects))
         expected = () if is_blank else ("page 2: no readable content, may be damaged",)
-        assert (found.text, found.layout.omissions) == ("one\n\n", expected), content[:80]
+        assert (found.text, found.omissions) == ("one\n\n", expected), content[:80]
     unsure = convert(pdfs.pages(text, b"").replace(b"xref", b"xxxx"))
-    assert unsure.layout.omissions == ("page 2: no readable content, may be damaged",)
+    assert unsure.omissions == ("page 2: no readable content, may be damaged",)
 
 
 def test_an_invalid_operator_costs_nothing() -> None:
@@ -318,7 +315,7 @@ GARBAGE = b"BT /F2 12 Tf 72 700 Td <002400440003004800570003004B00480003> Tj ET"
 def test_text_of_an_unmapped_font_is_left_out_with_a_word() -> None:
     found = convert(pdfs.pages(pdfs.text_at(72, 730, "Heading").encode() + GARBAGE, font=pdfs.UNMAPPED))
     assert found.text == "Heading\n\n"
-    [omission] = found.layout.omissions
+    [omission] = found.omissions
     assert omission.startswith("page 1: text in fonts that do not say which characters they show")
 
 
@@ -326,21 +323,21 @@ def test_few_unknown_characters_do_not_make_a_page_unreadable() -> None:
     lines = b"".join(pdfs.text_at(72, 700 - 20 * n, "Words that everybody reads.").encode() for n in range(10))
     found = convert(pdfs.pages(lines + GARBAGE, font=pdfs.UNMAPPED))
     assert found.text.count("Words that everybody reads.") == 10
-    assert found.layout.omissions == ("9 unreadable characters (page 1)",)
-    assert found.layout.scanned == ()
+    assert found.omissions == ("9 unreadable characters (page 1)",)
+    assert found.scanned_pages == ()
 
 
 def test_codes_that_read_like_words_are_kept() -> None:
     words = b"BT /F2 12 Tf 72 700 Td <%s> Tj ET" % "Property Insurance".encode("utf-16-be").hex().encode()
     found = convert(pdfs.pages(words, font=pdfs.UNMAPPED))
-    assert (found.text, found.layout.omissions) == ("Property Insurance\n\n", ())
+    assert (found.text, found.omissions) == ("Property Insurance\n\n", ())
 
 
 def test_attached_files_are_an_omission() -> None:
     data = pdfs.pages(pdfs.text_at(72, 700, "one")).replace(
         b"/AcroForm <<", b"/Names << /EmbeddedFiles << /Names [(a) << /Type /Filespec /F (a.txt) >>] >> >> /AcroForm <<"
     )
-    assert convert(data).layout.omissions == ("1 attached file",)
+    assert convert(data).omissions == ("1 attached file",)
 
 
 def test_a_password_is_a_reason_and_an_empty_one_is_none() -> None:
@@ -420,7 +417,7 @@ def test_letters_on_a_slope_are_reported() -> None:
     drawn = b"".join(b"BT /F2 12 Tf 1 0 0 1 %d %d Tm <%s> Tj ET\n" % (x, y, codes[c]) for c, x, y in places)
     found = converted_with(drawn, codes)
     assert found.text == "ابتبتاباتب\n\n"
-    [omission] = found.layout.omissions
+    [omission] = found.omissions
     assert omission.startswith("page 1: blanks between words")
 
 

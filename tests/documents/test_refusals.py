@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import files
 import pytest
-from cacheblend_documents import converter, process
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.process import ConverterProcess
+from cacheblend_documents.conversion import convert, converter_process
+from cacheblend_documents.converted import NotConverted, refusing_damage
+from cacheblend_documents.limited_process import LimitedProcess
 from damaging import damaged
 
 NOT_FOR_PEOPLE = re.compile(
@@ -36,19 +36,19 @@ KINDS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def converting() -> Iterator[ConverterProcess]:
-    converting = ConverterProcess()
+def converting() -> Iterator[LimitedProcess]:
+    converting = converter_process()
     yield converting
     converting.close()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_damaged_files_are_refused_in_words(name: str, converting: ConverterProcess) -> None:
+def test_damaged_files_are_refused_in_words(name: str, converting: LimitedProcess) -> None:
     reasons, omissions = list[str](), list[str]()
     for data in damaged(KINDS[name]()):
         try:
-            omissions += converting.convert(name, data).layout.omissions
-        except NoDocument as no:
+            omissions += convert(name, data, process=converting).omissions
+        except NotConverted as no:
             reasons.append(no.reason)
     assert reasons or name in ("a.csv", "a.eml", "a.html", "a.json")
     assert [reason for reason in reasons if NOT_FOR_PEOPLE.search(reason) or len(reason) > 120] == []
@@ -56,21 +56,20 @@ def test_damaged_files_are_refused_in_words(name: str, converting: ConverterProc
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("xl/styles.xml"), ValueError("<Cell 'A1'>"), AttributeError(), OSError(2, "x")]
+    ("error", "reason"),
+    [
+        (KeyError("xl/styles.xml"), "damaged, with a password, or not what its name says"),
+        (AttributeError(), "damaged, with a password, or not what its name says"),
+        (OSError(2, "x"), "damaged, with a password, or not what its name says"),
+        (RecursionError("maximum recursion depth exceeded"), "is nested too deeply"),
+    ],
 )
-def test_the_words_of_a_parser_are_not_shown(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(data: bytes) -> None:
+def test_the_words_of_a_parser_are_not_shown(error: Exception, reason: str) -> None:
+    with pytest.raises(NotConverted) as refused, refusing_damage():
         raise error
-
-    with pytest.raises(NoDocument) as parsed, converter.parsing("calamine", "a workbook"):
-        refuse(b"")
-    assert parsed.value.reason == "not a workbook, or damaged"
-    monkeypatch.setattr(process, "converter_of", lambda name: refuse)
-    job = process._Job("a.xlsx", process.ConversionLimits())
-    assert process._convert(job).reason == "damaged, or not what its name says"
+    assert refused.value.reason == reason
 
 
-@pytest.mark.parametrize("error", [MemoryError, RecursionError])
-def test_too_little_memory_and_too_deep_a_file_are_not_called_damaged(error: type[Exception]) -> None:
-    with pytest.raises(error), converter.parsing("calamine", "a workbook"):
-        raise error
+def test_too_little_memory_is_not_called_damage() -> None:
+    with pytest.raises(MemoryError), refusing_damage():
+        raise MemoryError

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import NotConverted
+from cacheblend_documents.formats import format_of
 from cacheblend_documents.word.rtf import from_rtf
 
 FONTS = r"{\fonttbl{\f0\fcharset0 Times;}{\f1\fcharset204 Arial;}{\f2\fcharset2 Symbol;}{\f3\fcharset128 Mincho;}}"
@@ -13,19 +14,17 @@ FONTS = r"{\fonttbl{\f0\fcharset0 Times;}{\f1\fcharset204 Arial;}{\f2\fcharset2 
 def read(body: str) -> tuple[str, tuple[str, ...]]:
     """Return text and omissions of a document with this body."""
     found = from_rtf((r"{\rtf1\ansi\ansicpg1252\deff0" + FONTS + body + "}").encode("latin-1"))
-    return found.text.rstrip("\n"), found.layout.omissions
+    return found.text.rstrip("\n"), found.omissions
 
 
 def test_rtf_is_read_by_its_suffix() -> None:
-    assert converter_of("letter.RTF") is from_rtf
+    assert format_of("letter.RTF") == format_of("letter.rtf")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.json", "README"])
 def test_rtf_with_another_name_is_refused_by_name(name: str) -> None:
-    converter = converter_of(name)
-    assert converter is not None
-    with pytest.raises(NoDocument, match=r"rename it to \.rtf"):
-        converter(rb"{\rtf1 The deposit is 350 euros.\par}")
+    with pytest.raises(NotConverted, match=r"rename it to \.rtf"):
+        convert_here(name, rb"{\rtf1 The deposit is 350 euros.\par}")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +84,9 @@ def test_things_without_a_text_are_omissions() -> None:
 
 def test_a_cut_file_is_read_up_to_its_end() -> None:
     found = from_rtf(rb"{\rtf1 The deposit {\b is 350")
-    assert (found.text, found.layout.omissions) == ("The deposit is 350\n\n", ("the end of the file is missing",))
+    assert (found.text, found.omissions) == ("The deposit is 350\n\n", ("the end of the file is missing",))
 
 
 def test_a_file_without_rtf_is_refused() -> None:
-    with pytest.raises(NoDocument, match="not RTF"):
+    with pytest.raises(NotConverted, match="not RTF"):
         from_rtf(b"plain text")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 
 import pytest
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
-from cacheblend_documents.layout import Converted
-from cacheblend_documents.sheets.number_formats import cell_text
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import Converted, NotConverted
+from cacheblend_documents.number_formats import cell_text
 from cacheblend_documents.sheets.tables import cells_of, numbered_lines
 
 
@@ -19,9 +18,7 @@ def lines(text: str) -> list[str]:
 
 
 def convert(text: str, name: str = "a.csv") -> Converted:
-    converter = converter_of(name)
-    assert converter is not None
-    return converter(text.encode())
+    return convert_here(name, text.encode())
 
 
 def test_title_lines_are_not_a_header() -> None:
@@ -126,7 +123,7 @@ def test_long_names_are_shortened_in_the_rows() -> None:
 def test_the_delimiter_is_detected(text: str) -> None:
     found = convert(text)
     assert found.text == "Name, City\nName: Mara, City: Bergen\n"
-    assert found.layout.marks[-1].line == text.count("\n")
+    assert found.marks[-1].line == text.count("\n")
 
 
 def test_the_delimiter_is_the_one_with_even_rows() -> None:
@@ -144,8 +141,8 @@ def test_rows_before_a_broken_one_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     found = convert(f"name,city\nMara,Bergen\nAda,{'x' * 80_000}\nBo,Oslo\n")
     csv.field_size_limit(1 << 17)
     assert found.text == "name, city\nname: Mara, city: Bergen\n"
-    assert found.layout.omissions == ("the rows from line 3 cannot be read: field larger than field limit (70000)",)
-    with pytest.raises(NoDocument, match="not a table"):
+    assert found.omissions == ("the rows from line 3 cannot be read: field larger than field limit (70000)",)
+    with pytest.raises(NotConverted, match="not a table"):
         convert("x" * 80_000)
 
 

@@ -7,10 +7,9 @@ import sys
 import files
 import hostile
 import pytest
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.formats import converter_of
-from cacheblend_documents.layout import Converted
-from cacheblend_documents.process import ConverterProcess
+from cacheblend_documents import conversion
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import Converted, NotConverted
 from workbooks import DRAWING, SHAPE, STRICT, TRANSITIONAL, cell, relations, rows, styles, workbook
 
 PRICES = rows(("Item", "Price"), ("Kettle", 19), ("Toaster", 27))
@@ -18,9 +17,7 @@ PRICES_TEXT = "# Prices\n\nItem, Price\nItem: Kettle, Price: 19\nItem: Toaster, 
 
 
 def convert(data: bytes, suffix: str = "xlsx") -> Converted:
-    converter = converter_of(f"a.{suffix}")
-    assert converter is not None
-    return converter(data)
+    return convert_here(f"a.{suffix}", data)
 
 
 def lines(data: bytes) -> list[str]:
@@ -94,7 +91,7 @@ def test_shared_strings_are_joined_without_phonetic_guides() -> None:
         more={"sharedStrings.xml": "sharedStrings"},
     )
     assert lines(book) == ["Tokyo, two lines"]
-    assert convert(book).layout.omissions == ("1 cell whose text is missing (sheet S)",)
+    assert convert(book).omissions == ("1 cell whose text is missing (sheet S)",)
 
 
 def test_merged_cells_repeat_their_value() -> None:
@@ -126,10 +123,10 @@ def test_formulas_without_saved_values_are_counted() -> None:
     book = workbook({"Prices": PRICES, "Budget": rows((*formulas, empty))})
     found = convert(book)
     assert found.text == PRICES_TEXT + "# Budget\n\n4\n\n"
-    assert found.layout.omissions == (
+    assert found.omissions == (
         "2 formulas without saved values (sheet Budget): open the file in a spreadsheet program and save it",
     )
-    with pytest.raises(NoDocument, match="1 formula without a saved value"):
+    with pytest.raises(NotConverted, match="1 formula without a saved value"):
         convert(workbook({"Budget": rows((formulas[0],))}))
 
 
@@ -185,7 +182,7 @@ def test_text_boxes_are_kept_and_charts_are_counted() -> None:
     drawing = DRAWING.format(SHAPE.format("Without tax") + once)
     found = convert(with_drawing(drawing, {"../charts/chart1.xml": "chart", "../media/a.png": "image"}))
     assert found.text == PRICES_TEXT + "Without tax\n\nonce\n\n"
-    assert found.layout.omissions == ("1 chart (sheet Prices)",)
+    assert found.omissions == ("1 chart (sheet Prices)",)
 
 
 def test_text_boxes_keep_their_list_numbers() -> None:
@@ -197,13 +194,13 @@ def test_text_boxes_keep_their_list_numbers() -> None:
 def test_damage_to_a_part_loses_that_part() -> None:
     found = convert(with_drawing("<broken", {}))
     assert found.text == PRICES_TEXT
-    assert found.layout.omissions == ("the drawings on sheet Prices cannot be read",)
+    assert found.omissions == ("the drawings on sheet Prices cannot be read",)
     cut = f'<worksheet xmlns="{TRANSITIONAL}"><sheetData>{PRICES}<row r="9"><c'
     book = workbook({"Cut": "", "Prices": PRICES}, {"xl/worksheets/sheet1.xml": cut})
     assert convert(book).text == PRICES_TEXT.replace("Prices", "Cut", 1) + PRICES_TEXT
-    assert convert(book).layout.omissions == ("sheet Cut cannot be read, or not all of it",)
+    assert convert(book).omissions == ("sheet Cut cannot be read, or not all of it",)
     styled = workbook({"Prices": PRICES}, {"xl/styles.xml": "<"}, more={"styles.xml": "styles"})
-    assert convert(styled).layout.omissions == ("number formats cannot be read: dates are numbers",)
+    assert convert(styled).omissions == ("number formats cannot be read: dates are numbers",)
 
 
 @pytest.mark.parametrize("part", ["xl/workbook.xml", "xl/_rels/workbook.xml.rels"])
@@ -233,16 +230,14 @@ def test_many_cells_with_a_long_string_end_at_the_memory_limit() -> None:
     strings = f'<sst xmlns="{TRANSITIONAL}"><si><t>{"x" * (1 << 20)}</t></si></sst>'
     data = rows(*([(cell("A1", 0, kind="s"),)] * 2000))
     book = workbook({"S": data}, {"xl/sharedStrings.xml": strings}, more={"sharedStrings.xml": "sharedStrings"})
-    process = ConverterProcess()
-    with pytest.raises(NoDocument, match="memory to convert"):
-        process.convert("a.xlsx", book)
-    process.close()
+    with pytest.raises(NotConverted, match="memory to convert"):
+        conversion.convert("a.xlsx", book)
 
 
 def test_without_its_library_a_workbook_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("defusedxml", "defusedxml.ElementTree"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(NoDocument, match="pip install") as refused:
+    with pytest.raises(NotConverted, match="pip install") as refused:
         convert(workbook({"Prices": PRICES}))
     assert refused.value.unread
 
@@ -290,7 +285,7 @@ def test_open_document_sheets_are_read() -> None:
 @pytest.mark.parametrize("suffix", ["xls", "xlsb", "ods"])
 def test_broken_sheets_of_other_kinds_are_refused(suffix: str) -> None:
     for data in (b"", b"text", hostile.LAUGHS.encode()):
-        with pytest.raises(NoDocument) as refused:
+        with pytest.raises(NotConverted) as refused:
             convert(data, suffix)
         assert refused.value.group == "damaged or locked"
 

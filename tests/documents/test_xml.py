@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hostile
 import pytest
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.web.xml import from_xml
 from files import write
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_read_is_an_omission() -> None:
         "<e>left</e><f>R & D</f><g>lost</g></a>".encode()
     )
     assert found.text == "b: café\ne: left\nf: R"
-    assert found.layout.omissions == (
+    assert found.omissions == (
         "1 text in another file (one.xml)", "1 entity without a text (other)", "1 element with base64 data",
         "what follows line 3, which is not well-formed XML",
     )  # fmt: skip
@@ -60,13 +60,13 @@ def test_what_cannot_be_read_is_an_omission() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"no XML", b"{}", b"\0\1", b"<?xml version='1.0'?>"])
 def test_other_files_are_refused(data: bytes) -> None:
-    with pytest.raises(NoDocument, match="not XML"):
+    with pytest.raises(NotConverted, match="not XML"):
         from_xml(data)
 
 
 def test_entities_neither_grow_nor_open_files(tmp_path: Path) -> None:
     secret = write(tmp_path / "secret", "the harbor key is 4711")
     for entities in (hostile.LAUGHS, f'<!DOCTYPE a [<!ENTITY e "{"x" * 100_000}">]>'):
-        with pytest.raises(NoDocument, match="long or nested"):
+        with pytest.raises(NotConverted, match="long or nested"):
             from_xml(f"{entities}<a>{'&e;' * 1000}</a>".encode())
     assert from_xml(f"{hostile.external(secret.as_uri())}<a>&e;</a>".encode()).text == ""

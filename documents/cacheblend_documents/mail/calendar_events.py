@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from cacheblend_documents.converter import decoded
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted
+from cacheblend_documents.plain_text import decoded
 
 _COMPONENTS = frozenset(("VEVENT", "VTODO", "VJOURNAL"))
 _LABELS = {
@@ -21,7 +21,7 @@ _NAME = re.compile(r'CN=(?:"([^"]*)"|([^":;]+))')
 
 
 def from_calendar(data: bytes) -> Converted:
-    return Converted(events_text(decoded(data)), TextLayout(numbered=False))
+    return Converted(events_text(decoded(data)), keeps_lines=False)
 
 
 def events_text(calendar: str) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from quopri import decodestring
 
 from cacheblend_documents.charsets import codec_of
-from cacheblend_documents.converter import decoded, joined
-from cacheblend_documents.layout import Converted, Mark
+from cacheblend_documents.converted import Converted, Mark, joined
 from cacheblend_documents.mail.calendar_events import properties, unescaped
+from cacheblend_documents.plain_text import decoded
 
 _LABELS = {
     "ORG": "Organization", "TITLE": "Title", "ROLE": "Role", "NICKNAME": "Nickname", "EMAIL": "Email", "TEL": "Phone", "ADR": "Address",

@@ -1,4 +1,4 @@
-"""E-mail: sender, recipients, date, subject and text, with forwarded messages. Attachments are listed, not read."""
+"""E-mail and mailboxes: sender, recipients, date, subject and text, with forwarded messages. Attachments are named."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from email import message_from_bytes
 from email.message import Message
 
 from cacheblend_documents.charsets import decoded_page, decoded_text
-from cacheblend_documents.converter import NoDocument, decoded, marked_codec
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted, Mark, NotConverted, joined
 from cacheblend_documents.mail.calendar_events import events_text
 from cacheblend_documents.mail.headers import MailPolicy, header_lines, header_text, unencoded
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import decoded, marked_codec
 from cacheblend_documents.web.html import html_text
 
 _DEEPEST = 20  # parts within parts, forwarded messages included
@@ -22,21 +22,45 @@ _SILENT = frozenset(
 )
 _ARMOUR = "-----BEGIN PGP MESSAGE-----"
 _QUOTE = re.compile(r">*")
+_SEPARATOR = re.compile(rb"^From [^\n:]*[A-Za-z]{3} [ \d]\d \d\d:\d\d[^\n]*\n(?=>?[\w-]+:)", re.MULTILINE)
+_ESCAPED = re.compile(rb"^>(>*From )", re.MULTILINE)
 
 
 def from_mail(data: bytes) -> Converted:
     if marked_codec(data):
         data = decoded(data).encode()
     subject, text = read_mail(data, omissions := Omissions())
-    return Converted(text + "\n", TextLayout("markdown", numbered=False, title=subject, omissions=tuple(omissions)))
+    return Converted(text + "\n", "markdown", keeps_lines=False, title=subject, omissions=tuple(omissions))
 
 
 def read_mail(data: bytes, omissions: Omissions) -> tuple[str, str]:
-    """Return the subject, and the whole text with headers. Raises NoDocument if there are no headers."""
+    """Return the subject, and the whole text with headers. Raises NotConverted if there are no headers."""
     message = message_from_bytes(data.lstrip(), policy=MailPolicy())
     if not message.keys():
-        raise NoDocument("not an e-mail", "broken e-mails")
+        raise NotConverted("not an e-mail", "broken e-mails")
     return header_text(message, "Subject"), _Mail(omissions).text_of(message, 0)
+
+
+def from_mailbox(data: bytes) -> Converted:
+    converted = joined(_mails(data, omissions := Omissions()), "markdown", is_split=True, omissions=omissions)
+    if not converted.text:
+        raise NotConverted("not a mailbox", "broken e-mails")
+    return converted
+
+
+def _mails(data: bytes, omissions: Omissions) -> Iterator[tuple[str, Mark]]:
+    """Yield the texts of the mails with their numbers."""
+    separators = list(_SEPARATOR.finditer(data))
+    if separators and data[: separators[0].start()].strip():
+        omissions.say("the text before the first mail")
+    ends = [*(separator.start() for separator in separators[1:]), len(data)]
+    for number, (separator, end) in enumerate(zip(separators, ends, strict=False), 1):
+        try:
+            _, text = read_mail(_ESCAPED.sub(rb"\1", data[separator.end() : end]), omissions)
+        except (NotConverted, RecursionError):
+            omissions.add("mail cannot be read", f"mail {number}", plural="mails cannot be read")
+        else:
+            yield text, Mark(0, f"mail {number}")
 
 
 class _Mail:
@@ -129,7 +153,7 @@ class _Mail:
             content = content.replace("\r\n", "\n").replace("\r", "\n")
             if kind == "text/html":
                 return html_text(content).text
-        except NoDocument as no:
+        except NotConverted as no:
             self._omissions.say(f"a text of the message: {no.reason}")
             return ""
         if kind == "text/calendar":

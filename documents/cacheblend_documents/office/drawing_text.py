@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from xml.etree.ElementTree import Element
 
-from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown, target_of
-from cacheblend_documents.layout import shortened
+from cacheblend_documents.converted import shortened
+from cacheblend_documents.equations import equation_text
+from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown, superscript, target_of
 from cacheblend_documents.numerals import repeated_letter, roman
-from cacheblend_documents.office.equations import equation_text
 from cacheblend_documents.office.package import Relation, integer, outermost
-from cacheblend_documents.superscripts import superscript
 
 _DEEPEST_LEVEL = 8  # of a list
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from xml.etree.ElementTree import Element
 
-from cacheblend_documents.layout import shortened
+from cacheblend_documents.converted import shortened
+from cacheblend_documents.number_formats import cell_text
 from cacheblend_documents.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_documents.office.package import (
     DamagedPart,
@@ -19,9 +20,7 @@ from cacheblend_documents.office.package import (
     outermost,
 )
 from cacheblend_documents.omissions import Omissions
-from cacheblend_documents.sheets.number_formats import cell_text
 
-_MOST_INDENT = 9  # levels of a diagram to indent
 _AXES = frozenset(("c:catAx", "c:dateAx", "c:valAx", "c:serAx", "axis"))
 _MOST_LEVELS = 16  # of the categories of a chart
 DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
@@ -47,26 +46,9 @@ def drawn_text(package: OfficePackage, relation: Relation | None, thing: str, om
 
 
 def diagram_text(root: Element) -> str:
-    """Return the points of a SmartArt data model as nested list items, "" without text."""
-    texts = {point.get("modelId", ""): " ".join(body_text(point).split()) for point in outermost(root, "dgm:pt")}
-    below = dict[str, list[tuple[int, str]]]()
-    for link in root.iter("dgm:cxn"):
-        if link.get("type", "parOf") == "parOf":
-            below.setdefault(link.get("srcId", ""), []).append((integer(link.get("srcOrd")), link.get("destId", "")))
-    lines, seen = list[str](), set[str]()
-    inner = {target for links in below.values() for _, target in links}
-    starts = [name for name in texts if name not in inner]
-    for start in (*starts, *texts):  # points in a circle have no start
-        waiting = [(start, -1 if start in starts and not texts[start] else 0)]
-        while waiting:
-            name, depth = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            if text := texts.get(name):
-                lines.append("  " * min(depth, _MOST_INDENT) + f"- {text}")
-            waiting += [(target, depth + 1) for _, target in sorted(below.get(name, ()), reverse=True)]
-    return "\n".join(lines)
+    """Return the points of a SmartArt data model as a list, in the order of the file; "" without text."""
+    points = (" ".join(body_text(point).split()) for point in outermost(root, "dgm:pt"))
+    return "\n".join(f"- {text}" for text in points if text)
 
 
 @dataclass

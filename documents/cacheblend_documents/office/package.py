@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import posixpath
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,12 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from urllib.parse import unquote
 from xml.etree.ElementTree import Element, ParseError
-from zipfile import BadZipFile
 
-from cacheblend_documents.archive import opened
-from cacheblend_documents.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import COMPOUND, OLD_OFFICE
 
+_MOST_UNPACKED = 512 << 20  # bytes of an archive
+_LOCKED = "EncryptedPackage".encode("utf-16-le")
 _LARGEST = 1 << 53
 """Larger numbers are damage; floats have this one exactly."""
 _NAMESPACES = {
@@ -37,7 +40,24 @@ _PREFIXES = {
 """Namespace -> prefix: those of Transitional and of Strict Open XML."""
 _MAINS = ("word/document.xml", "ppt/presentation.xml", "xl/workbook.xml")
 """Usual names of main parts, for packages whose own relations are missing or damaged."""
-_READ_ERRORS = (KeyError, BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError)
+_READ_ERRORS = (KeyError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError)
+
+
+def opened(data: bytes, what: str) -> zipfile.ZipFile:
+    """Open the archive. Raises NotConverted if it is not a ZIP archive, has a password or is too large unpacked."""
+    if data.startswith(COMPOUND):
+        if _LOCKED in data:
+            raise NotConverted(f"{what} with a password", "with a password")
+        raise NotConverted(OLD_OFFICE, "damaged or locked")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise NotConverted(f"not {what}", "damaged or locked") from error
+    if any(entry.flag_bits & 1 for entry in archive.infolist()):
+        raise NotConverted(f"{what} with a password", "with a password")
+    if sum(entry.file_size for entry in archive.infolist()) > _MOST_UNPACKED:
+        raise NotConverted(f"unpacks to more than {_MOST_UNPACKED >> 20} MiB", "too large unpacked")
+    return archive
 
 
 class DamagedPart(Exception):
@@ -66,7 +86,7 @@ class OfficePackage:
     """Parts of a Word, PowerPoint or Excel file, or of an EPUB book."""
 
     def __init__(self, data: bytes, what: str) -> None:
-        """what: the kind of file, for messages. Raises NoDocument if it is not a ZIP archive or is too large."""
+        """what: the kind of file, for messages. Raises NotConverted if it is not a ZIP archive or is too large."""
         from defusedxml import ElementTree  # without it, say so before anything about the file
 
         self._parser = ElementTree
@@ -83,10 +103,10 @@ class OfficePackage:
 
     @cached_property
     def main(self) -> str:
-        """Name of the main part. Raises NoDocument if there is none."""
+        """Name of the main part. Raises NotConverted if there is none."""
         found = [*self.related("", "officeDocument"), *(name for name in _MAINS if name in self)]
         if not found:
-            raise NoDocument(f"not {self._what}", "damaged or locked")
+            raise NotConverted(f"not {self._what}", "damaged or locked")
         return found[0]
 
     def data(self, name: str) -> bytes:

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from pypdfium2 import PdfDocument, PdfiumError, PdfPage, raw
 
-from cacheblend_documents.converter import SCANNED, NoDocument, joined
-from cacheblend_documents.layout import Converted, Mark
+from cacheblend_documents.converted import SCANNED, Converted, Mark, NotConverted, joined
 from cacheblend_documents.omissions import Omissions, number_ranges
 from cacheblend_documents.pdf.annotations import annotations_of
 from cacheblend_documents.pdf.blank import BlankPages
@@ -33,14 +32,14 @@ _NO_TITLE = re.compile(
 """Titles that programs write if there is none."""
 
 
-def converted(data: bytes) -> Converted:
-    """Convert a PDF. Raises NoDocument."""
+def from_pdf(data: bytes) -> Converted:
+    """Convert a PDF. Raises NotConverted."""
     try:
         document = PdfDocument(data)
     except PdfiumError as error:
         if error.err_code in (raw.FPDF_ERR_PASSWORD, raw.FPDF_ERR_SECURITY):
-            raise NoDocument("a PDF with a password", "with a password") from error
-        raise NoDocument("not a PDF, or damaged beyond reading", "damaged or locked") from error
+            raise NotConverted("a PDF with a password", "with a password") from error
+        raise NotConverted("not a PDF, or damaged beyond reading", "damaged or locked") from error
     with document:
         pages = _Pages(document)
         texts = dehyphenated(list(pages.texts()))
@@ -49,7 +48,7 @@ def converted(data: bytes) -> Converted:
         raise pages.refusal(len(texts))
     parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(texts, 1))
     found = joined(parts, title=title, omissions=pages.omissions())
-    return replace(found, layout=replace(found.layout, scanned=pages.scanned))
+    return replace(found, scanned_pages=pages.scanned)
 
 
 def _title(document: PdfDocument) -> str:
@@ -114,14 +113,14 @@ class _Pages:
         """Numbers of the pages that need text recognition."""
         return tuple(sorted((*self._scanned, *self._unmapped)))
 
-    def refusal(self, count: int) -> NoDocument:
+    def refusal(self, count: int) -> NotConverted:
         """Return the reason for which a document without text is not read. count: number of its pages."""
         if self._unmapped:
-            return NoDocument(f"a PDF without readable text: it has {_UNMAPPED}", SCANNED)
+            return NotConverted(f"a PDF without readable text: it has {_UNMAPPED}", SCANNED)
         pages, have, are = (f"its {count} pages", "have", "are") if count != 1 else ("its page", "has", "is")
         if self._scanned:
-            return NoDocument(f"a scanned PDF: {pages} {have} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
-        return NoDocument(f"a PDF without text: {pages} {are} blank or damaged", "blank or damaged")
+            return NotConverted(f"a scanned PDF: {pages} {have} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
+        return NotConverted(f"a PDF without text: {pages} {are} blank or damaged", "blank or damaged")
 
     def omissions(self) -> Iterator[str]:
         if self._damaged:

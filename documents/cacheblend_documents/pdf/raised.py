@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
 
+from cacheblend_documents.inline_marks import superscript
 from cacheblend_documents.pdf.lines import Box, has_right_to_left
-from cacheblend_documents.superscripts import superscript
 
 _SMALL = 0.4, 0.9  # height of a superscript, in heights of the character before it
 _RAISED = 0.12, 0.7  # its baseline above the other one

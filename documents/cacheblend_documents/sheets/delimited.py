@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from cacheblend_documents.converter import NoDocument, decoded
-from cacheblend_documents.layout import Converted, Mark, TextLayout
+from cacheblend_documents.converted import Converted, Mark, NotConverted
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import decoded
 from cacheblend_documents.sheets.tables import Cells, cells_of, numbered_lines
 
 _LONGEST_CELL = 16 << 20
@@ -40,8 +40,9 @@ def _table(text: str, delimiter: str, line: int) -> Converted:
         marks.append(Mark(start, line=number))
         lines.append(row + "\n")
         start += len(row) + 1
-    layout = TextLayout("text", numbered=False, marks=tuple(marks), names=frozenset(names), omissions=tuple(omissions))
-    return Converted("".join(lines), layout)
+    return Converted(
+        "".join(lines), keeps_lines=False, marks=tuple(marks), columns=frozenset(names), omissions=tuple(omissions)
+    )
 
 
 def _rows(text: str, delimiter: str, line: int, omissions: Omissions) -> Iterator[tuple[int, Cells]]:
@@ -54,7 +55,7 @@ def _rows(text: str, delimiter: str, line: int, omissions: Omissions) -> Iterato
             begin = line + reader.line_num
     except csv.Error as error:
         if begin == line:
-            raise NoDocument(f"not a table: {error} in line {line}", "broken tables") from error
+            raise NotConverted(f"not a table: {error} in line {line}", "broken tables") from error
         omissions.say(f"the rows from line {begin} cannot be read: {error}")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, pairwise
 from typing import Literal
 
-from cacheblend_documents.layout import shortened
+from cacheblend_documents.converted import shortened
 
 Cells = Mapping[int, str]
 """Column -> text of a row, from left to right. Each text is one line; empty cells are left out."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from xml.etree.ElementTree import Element
 
+from cacheblend_documents.number_formats import BUILT_IN, cell_text
 from cacheblend_documents.office.package import DamagedPart, OfficePackage, reporting_damage
 from cacheblend_documents.omissions import Omissions
 from cacheblend_documents.sheets.merged_cells import MergedCells
-from cacheblend_documents.sheets.number_formats import BUILT_IN, cell_text
 
 _MERGE = re.compile(rb"""ref=["']([A-Z]{1,3})(\d{1,7}):([A-Z]{1,3})(\d{1,7})["']""")
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")  # a control character
@@ -34,7 +34,7 @@ class Workbook:
     """Sheets of a workbook, with its strings, number formats and authors of comments."""
 
     def __init__(self, package: OfficePackage, omissions: Omissions) -> None:
-        """omissions: gets what cannot be read. Raises NoDocument if the package is not a workbook."""
+        """omissions: gets what cannot be read. Raises NotConverted if the package is not a workbook."""
         self.package, self.part = package, package.main
         self.sheets, self.is_1904 = self._sheets()
         self.formats = self._formats(omissions)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from xml.etree.ElementTree import Element
 
-from cacheblend_documents.converter import NoDocument, comment_mark, joined, parsing
-from cacheblend_documents.inline_marks import LINK, end_of_link, shown
-from cacheblend_documents.layout import Converted, Mark, shortened
+from cacheblend_documents.converted import Converted, Mark, NotConverted, joined, shortened
+from cacheblend_documents.inline_marks import LINK, comment_mark, end_of_link, shown
 from cacheblend_documents.office.drawing_text import (
     body_text,
     resolve_alternatives,
@@ -42,8 +41,7 @@ _FRAMES = {"c:chart": "chart", "chart": "chart", "dgm:relIds": "diagram"}
 
 
 def from_pptx(data: bytes) -> Converted:
-    with parsing("defusedxml", what := "a presentation"):
-        return _Presentation(OfficePackage(data, what)).converted()
+    return _Presentation(OfficePackage(data, "a presentation")).converted()
 
 
 class _Presentation:
@@ -64,7 +62,7 @@ class _Presentation:
                 text = "\n\n".join(filter(None, self._texts(name, f"slide {slide}")))
                 parts.append((text, Mark(0, f"slide {slide}")))
         if names and not parts:
-            raise NoDocument("not a presentation: no slide can be read", "damaged or locked")
+            raise NotConverted("not a presentation: no slide can be read", "damaged or locked")
         return joined(parts, "markdown", omissions=self._omissions)
 
     def _slides(self) -> list[str]:
@@ -72,7 +70,7 @@ class _Presentation:
         with suppress(DamagedPart):
             root, relations = self._package.xml(self._main), self._package.relations(self._main)
             if root.tag != "p:presentation":
-                raise NoDocument("not a presentation", "damaged or locked")
+                raise NotConverted("not a presentation", "damaged or locked")
             if relations:
                 identifiers = dict.fromkeys(slide.get("r:id", "") for slide in root.iter("p:sldId"))
                 targets = dict.fromkeys(relations[one].target if one in relations else one for one in identifiers)

@@ -10,8 +10,7 @@ from urllib.parse import unquote
 from xml.etree.ElementTree import Element
 
 from cacheblend_documents.charsets import decoded_page
-from cacheblend_documents.converter import NoDocument, joined, parsing
-from cacheblend_documents.layout import Converted, Mark
+from cacheblend_documents.converted import Converted, Mark, NotConverted, joined
 from cacheblend_documents.office.package import DamagedPart, OfficePackage
 from cacheblend_documents.omissions import Omissions
 from cacheblend_documents.web.html import html_text
@@ -25,8 +24,7 @@ _PAGE_TYPES = ("", "application/xhtml+xml", "text/html", "text/x-oeb1-document",
 
 
 def from_epub(data: bytes) -> Converted:
-    with parsing("defusedxml", what := "an EPUB book"):
-        return _Book(OfficePackage(data, what)).converted()
+    return _Book(OfficePackage(data, "an EPUB book")).converted()
 
 
 @dataclass
@@ -51,8 +49,8 @@ class _Book:
         for name in spine.missing:
             self._omissions.add("chapter is missing", name, plural="chapters are missing")
         converted = joined(self._chapters(spine.parts), "markdown", title=spine.title, omissions=self._omissions)
-        if not converted.text.strip() and converted.layout.omissions:
-            raise NoDocument(f"not an EPUB book: {converted.layout.omissions[0]}", "damaged or locked")
+        if not converted.text.strip() and converted.omissions:
+            raise NotConverted(f"not an EPUB book: {converted.omissions[0]}", "damaged or locked")
         return converted
 
     def _spine(self) -> _Spine:
@@ -64,7 +62,7 @@ class _Book:
                 continue
         pages = sorted(name for name in self._package.names if name.endswith(_PAGES))
         if not pages:
-            raise NoDocument("not an EPUB book", "damaged or locked")
+            raise NotConverted("not an EPUB book", "damaged or locked")
         self._omissions.say("the order of the chapters is unknown")
         return _Spine(pages)
 
@@ -101,7 +99,7 @@ class _Book:
                 number += 1
                 yield text, Mark(0, f"chapter {number}")
         if num_encrypted and not number:
-            raise NoDocument("encrypted, with digital rights management (DRM)", "encrypted books")
+            raise NotConverted("encrypted, with digital rights management (DRM)", "encrypted books")
 
     def _page(self, name: str) -> str | None:
         """Return the decoded page of a chapter, None if it is encrypted. Raises DamagedPart."""
@@ -110,7 +108,7 @@ class _Book:
             return None
         try:
             return decoded_page(data, self._omissions)
-        except NoDocument as error:
+        except NotConverted as error:
             if b"\0" in data and _ENCRYPTION in self._package:
                 return None
             raise DamagedPart(name) from error
@@ -119,7 +117,7 @@ class _Book:
 def _text(page: str) -> str:
     try:
         return html_text(page, xhtml=True).text.strip()
-    except NoDocument:
+    except NotConverted:
         return ""
 
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from selectolax.lexbor import LexborNode
 
 from cacheblend_documents.charsets import decoded_page
-from cacheblend_documents.converter import NoDocument
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted, NotConverted
 from cacheblend_documents.limited_process import MIB, limited_step
 from cacheblend_documents.omissions import Omissions
 from cacheblend_documents.web.markdown import markdown_of
@@ -38,7 +37,7 @@ _XHTML = re.compile(r"""\s*<\?xml\s|[^<]*(?:<![^<>]*>[^<]*)?<html\s[^<>]*xmlns\s
 
 def from_html(data: bytes) -> Converted:
     converted = html_text(decoded_page(data, omissions := Omissions()))
-    return Converted(converted.text, replace(converted.layout, omissions=tuple(omissions)))
+    return replace(converted, omissions=tuple(omissions))
 
 
 def html_text(page: str, *, xhtml: bool = False) -> Converted:
@@ -53,7 +52,7 @@ def html_text(page: str, *, xhtml: bool = False) -> Converted:
         tree = LexborHTMLParser(page)
     body = tree.body
     if body is None:
-        raise NoDocument("empty")
+        raise NotConverted("empty")
     named = tree.css_first("title")
     title = " ".join(named.text().split()) if named is not None else ""
     tree.strip_tags(_NOT_TEXT)
@@ -65,7 +64,7 @@ def html_text(page: str, *, xhtml: bool = False) -> Converted:
     markdown = markdown_of(main if longest >= _ENOUGH * num_characters else body, num_characters)
     lines = (line.rstrip(" \t") for line in re.sub(r"\n{3,}", "\n\n", markdown).split("\n"))
     text = "\n".join(lines).strip("\n")
-    return Converted(text + "\n", TextLayout("markdown", numbered=False, title=title))
+    return Converted(text + "\n", "markdown", keeps_lines=False, title=title)
 
 
 def _closed(page: str) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from selectolax.lexbor import LexborNode
 
-from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown
-from cacheblend_documents.superscripts import superscript
-from cacheblend_documents.web.link_targets import LinkTargets
-from cacheblend_documents.web.list_numbers import ListNumbers
-from cacheblend_documents.web.mathml import formula_text
+from cacheblend_documents.equations import formula_text
+from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown, superscript, target_of
+from cacheblend_documents.numerals import ListNumbers
 from cacheblend_documents.web.tables import BETWEEN_CELLS, Cell, table_text
 
 ElementWriter = Iterator[None]
@@ -30,6 +29,8 @@ _STRUCK = frozenset(("s", "strike", "del"))
 _STRUCK_STYLE = '[style*="line-through" i]'
 _TEXT_FIELDS = frozenset("text email tel url number date datetime-local time month week color range".split())
 _UNSEEN_FIELDS = frozenset("hidden submit button image reset".split())
+_MOST_OF_SITE = 50  # links to one site; a page with more is an index or has a menu
+_SITE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _MOST_NESTED = 60  # lists, tables and forms within each other; deeper ones are written as paragraphs
 _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff")) | {ord(BETWEEN_CELLS): " ", 0: " "}
 
@@ -41,6 +42,28 @@ class _Form:
     num_characters: int = 0  # text besides labels
     num_filled: int = 0  # text fields with a value
     num_fields: int = 0
+
+
+class _LinkTargets:
+    """Targets of the links of a page, except those to a site that it links to very often."""
+
+    def __init__(self, root: LexborNode) -> None:
+        self._counts = Counter(_site(_target(node)) for node in root.css("a[href]"))
+
+    def of(self, node: LexborNode) -> str:
+        """Return the target of an <a>, "" if it is not to be shown."""
+        target = _target(node)
+        return target if self._counts[_site(target)] <= _MOST_OF_SITE else ""
+
+
+def _target(node: LexborNode) -> str:
+    return target_of(node.attributes.get("href") or "")
+
+
+def _site(target: str) -> str:
+    """Return the host of a web address, else the target itself."""
+    found = _SITE.match(target)
+    return found[1].lower() if found else target
 
 
 def markdown_of(root: LexborNode, num_characters: int) -> str:
@@ -68,7 +91,7 @@ class _Writer:
 
     def __init__(self, root: LexborNode, num_characters: int) -> None:
         self._page = num_characters
-        self._targets = LinkTargets(root)
+        self._targets = _LinkTargets(root)
         self._struck = {node.mem_id for node in root.css(_STRUCK_STYLE)}
         self._pieces: list[list[str]] = [[]]  # finished paragraphs of the open items, cells, tables, ...
         self._inline = list[str]()  # the current paragraph
@@ -162,7 +185,8 @@ class _Writer:
             self._pieces[-1].append(f"{fence}\n{code}\n{fence}\n\n")
 
     def _list(self, node: LexborNode) -> ElementWriter:
-        self._numbers.append(ListNumbers.of(node) if node.tag == "ol" else None)
+        num_items = sum(child.tag == "li" for child in node.iter())
+        self._numbers.append(ListNumbers.of(node.attributes, num_items) if node.tag == "ol" else None)
         yield from self._block()
         self._numbers.pop()
         self._pieces[-1].append("\n")

@@ -13,9 +13,9 @@ from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
 from cacheblend_documents.charsets import decoded_page
-from cacheblend_documents.converter import NoDocument, without_controls, without_data_uris
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted, NotConverted
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import without_controls, without_data_uris
 from cacheblend_documents.web.html import html_text
 
 _DECLARATION = re.compile(r"\s*<\?xml\s[^<>]*\?>")
@@ -34,8 +34,8 @@ _MOST_MIXED = 0.05  # maximum number of elements with both in data, as a share o
 
 def from_xml(data: bytes) -> Converted:
     text = _Texts(omissions := Omissions()).of(_Parser(omissions).parsed(decoded_page(data, omissions)))
-    layout = TextLayout("markdown", numbered=False, omissions=tuple(omissions))
-    return Converted(without_data_uris(without_controls(text)), layout)
+    text = without_data_uris(without_controls(text))
+    return Converted(text, "markdown", keeps_lines=False, omissions=tuple(omissions))
 
 
 class _Parser:
@@ -51,7 +51,7 @@ class _Parser:
         parser.ExternalEntityRefHandler = self._external
 
     def parsed(self, text: str) -> Element:
-        """Return the root element, without what follows damage. Raises NoDocument."""
+        """Return the root element, without what follows damage. Raises NotConverted."""
         declaration = _DECLARATION.match(text)
         text = text[declaration.end() :] if declaration else text
         try:
@@ -60,7 +60,7 @@ class _Parser:
             self._parser.Parse(text, True)
         except expat.ExpatError as error:
             if not self._open:
-                raise NoDocument("not XML, or damaged", "damaged or locked") from error
+                raise NotConverted("not XML, or damaged", "damaged or locked") from error
             self._omissions.say(f"what follows line {error.lineno}, which is not well-formed XML")
             while self._open:
                 self._end("")
@@ -75,7 +75,7 @@ class _Parser:
 
     def _declared(self, name: str, is_parameter: bool, value: str | None, *_: str | None) -> None:
         if not is_parameter and value and (len(value) > _LONGEST_ENTITY or _REFERENCE.search(value)):
-            raise NoDocument(
+            raise NotConverted(
                 f"its entity {name[:40]} is long or nested: expand it with xmllint --noent", "XML with nested entities"
             )
 

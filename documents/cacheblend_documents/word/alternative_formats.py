@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
-from cacheblend_documents.converter import Converter, NoDocument, from_plain, parsing
+from cacheblend_documents.converted import Converted, NotConverted, refusing_damage
 from cacheblend_documents.mail.mail import from_mail
 from cacheblend_documents.office.package import OfficePackage, Relation
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import from_plain
 from cacheblend_documents.web.html import from_html
 from cacheblend_documents.word.rtf import from_rtf
 
-_CONVERTERS: dict[str, Converter] = {
+_CONVERTERS: dict[str, Callable[[bytes], Converted]] = {
     **dict.fromkeys(("text/html", "application/xhtml+xml"), from_html),
     **dict.fromkeys(("message/rfc822", "multipart/related"), from_mail),  # MHTML
     **dict.fromkeys(("text/rtf", "application/rtf"), from_rtf),
@@ -31,9 +33,9 @@ def embedded_text(package: OfficePackage, relation: Relation | None, omissions: 
         package.drawn.add(relation.target)
         converter = _CONVERTERS.get(package.content_type(relation.target))
         if converter is not None:
-            with suppress(NoDocument), parsing("", "an embedded document"):
+            with suppress(NotConverted), refusing_damage():
                 converted = converter(package.data(relation.target))
-                for sentence in converted.layout.omissions:
+                for sentence in converted.omissions:
                     omissions.say(sentence)
                 return converted.text.strip("\n")
     omissions.add("embedded document", place)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from cacheblend_documents.converter import NoDocument, parsing
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted, NotConverted
 from cacheblend_documents.office.package import DamagedPart, OfficePackage, reporting_damage
 from cacheblend_documents.omissions import Omissions
 from cacheblend_documents.word.numbering import Numbering
@@ -17,14 +16,12 @@ from cacheblend_documents.word.walk import Notes, Walk
 
 def from_docx(data: bytes) -> Converted:
     """Convert text, lists, tables, notes, comments, headers and footers. A .docx has no page ends."""
-    with parsing("defusedxml", what := "a Word document"):
-        document = _Document(OfficePackage(data, what))
-        text = "".join(markdown(document.blocks())).strip("\n")
+    document = _Document(OfficePackage(data, "a Word document"))
+    text = "".join(markdown(document.blocks())).strip("\n")
     omissions = tuple(document.omissions)
     if not text:
-        raise NoDocument(f"no text, only {', '.join(omissions)}" if omissions else "empty", "empty")
-    layout = TextLayout("markdown", numbered=False, title=document.walk.title, omissions=omissions)
-    return Converted(text + "\n", layout)
+        raise NotConverted(f"no text, only {', '.join(omissions)}" if omissions else "empty", "empty")
+    return Converted(text + "\n", "markdown", keeps_lines=False, title=document.walk.title, omissions=omissions)
 
 
 class _Document:
@@ -39,7 +36,7 @@ class _Document:
         self.walk = Walk(package, styles, numbering, notes, self.omissions)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the headers, the body and the footers. Raises NoDocument if nothing can be read."""
+        """Yield the headers, the body and the footers. Raises NotConverted if nothing can be read."""
         yield from self._margins("header")
         has_text = False
         try:
@@ -49,7 +46,7 @@ class _Document:
                     yield block
         except DamagedPart as error:
             if not has_text:
-                raise NoDocument("not a Word document: its text cannot be read", "damaged or locked") from error
+                raise NotConverted("not a Word document: its text cannot be read", "damaged or locked") from error
             self.omissions.say("the text after a damaged place cannot be read")
         yield from self._margins("footer")
 

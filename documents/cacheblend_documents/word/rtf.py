@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend_documents.charsets import codec_of
-from cacheblend_documents.converter import RTF, NoDocument, comment_mark, without_data_uris
-from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown
-from cacheblend_documents.layout import Converted, TextLayout
+from cacheblend_documents.converted import Converted, NotConverted
+from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, comment_mark, end_of_link, shown
 from cacheblend_documents.omissions import Omissions
+from cacheblend_documents.plain_text import RTF, without_data_uris
 from cacheblend_documents.word.fields import hyperlink
 from cacheblend_documents.word.rtf_text import BODY, RtfText
 
@@ -64,7 +64,7 @@ _MARKED = {
 
 def from_rtf(data: bytes) -> Converted:
     if not data.startswith(RTF):
-        raise NoDocument("not RTF", "damaged or locked")
+        raise NotConverted("not RTF", "damaged or locked")
     return _Reader().read(data)
 
 
@@ -136,8 +136,8 @@ class _Reader:
         self._main.end_paragraph()
         title = " ".join(shown("".join(self._title.pieces)).split())
         text = "".join(self._main.lines).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        layout = TextLayout("markdown", numbered=False, title=title, omissions=tuple(self._omissions))
-        return Converted(without_data_uris(text), layout)
+        text, omissions = without_data_uris(text), tuple(self._omissions)
+        return Converted(text, "markdown", keeps_lines=False, title=title, omissions=omissions)
 
     def _add(self, data: bytes) -> None:
         skipped = min(self._to_skip, len(data))

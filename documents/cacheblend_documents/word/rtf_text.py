@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cacheblend_documents.inline_marks import shown
-from cacheblend_documents.layout import shortened
-from cacheblend_documents.superscripts import superscript
+from cacheblend_documents.converted import shortened
+from cacheblend_documents.inline_marks import shown, superscript
 
 BODY = 9
 """Outline level of paragraphs that are not headings."""

@@ -8,21 +8,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
-from cacheblend_documents.converter import comment_mark
+from cacheblend_documents.equations import equation_text
 from cacheblend_documents.inline_marks import (
     LINK,
+    LOWERED,
     NOT_STRUCK,
+    RAISED,
     STRUCK,
+    comment_mark,
     end_of_link,
+    inline_text,
     shown,
     target_of,
 )
 from cacheblend_documents.numerals import roman
 from cacheblend_documents.office.drawings import drawn_text
-from cacheblend_documents.office.equations import equation_text
 from cacheblend_documents.office.package import OfficePackage, Relation, child, integer, outermost
 from cacheblend_documents.omissions import Omissions
-from cacheblend_documents.superscripts import LOWERED, RAISED, inline_text
 from cacheblend_documents.symbols import symbol, without_font_codes
 from cacheblend_documents.word.alternative_formats import embedded_text
 from cacheblend_documents.word.fields import CHECKED, UNCHECKED, Fields, form_value
