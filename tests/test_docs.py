@@ -18,6 +18,7 @@ LINK = re.compile(r"\]\(([\w./-]+\.(?:md|json|svg|png|py|cfg))?(?:#([\w-]+))?\)"
 FOLDERS_OF_DOCUMENTS = (
     "",
     "docs",
+    "documents",
     "study",
     "benchmarks",
     "benchmarks/gpu",

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import PurePath
 
 from cacheblend_documents.converted import NotConverted
-from cacheblend_documents.formats import format_of
+from cacheblend_documents.formats import format_of, reason_of_suffix
 
 from cacheblend_cli.corpus.ignore_patterns import Folder, IgnorePatterns
 from cacheblend_cli.corpus.ignore_rules import IgnoreRules
@@ -184,21 +184,7 @@ def _leads_out(path: str, folder: str) -> bool:
 
 
 _PEEK_BYTES = 8192
-_WITHOUT_TEXT = {
-    "archives are not read: unpack them": ".zip .tar .gz .tgz .bz2 .xz .zst .7z .rar .jar .whl",
-    "images have no text": ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .heic .ico",
-    "audio and video have no text": ".mp3 .wav .flac .ogg .m4a .aac .opus .mp4 .mov .avi .mkv .webm",
-    "old Office formats are not read: save as .docx or .pptx": ".doc .ppt",
-    "OpenDocument texts and slides are not read: save as .docx or .pptx": ".odt .odp",
-    "Outlook messages are not read: save as .eml": ".msg",
-}
-_REASON_OF_SUFFIX = {suffix: why for why, suffixes in _WITHOUT_TEXT.items() for suffix in suffixes.split()}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
-
-
-def reason_of_suffix(name: str) -> str:
-    """Return why files with the suffix of this name are not read, "" if unknown."""
-    return _REASON_OF_SUFFIX.get(PurePath(name).suffix.lower(), "")
 
 
 def unwanted(path: str, selection: Selection) -> NotConverted | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cacheblend_documents.conversion import convert, converter_process
 from cacheblend_documents.converted import NotConverted
+from cacheblend_documents.formats import reason_of_suffix
 
 
 def main() -> int:
@@ -23,7 +24,7 @@ def main() -> int:
                 data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
                 converted = convert("-.md" if name == "-" else Path(name).name, data, process=process)
             except (OSError, NotConverted) as error:
-                reason = error.reason if isinstance(error, NotConverted) else error.strerror
+                reason = error.strerror if isinstance(error, OSError) else reason_of_suffix(name) or error.reason
                 print(f"{name}: {reason}", file=sys.stderr)
                 status = 1
                 continue

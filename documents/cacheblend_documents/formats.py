@@ -55,6 +55,15 @@ _LIBRARIES = {
     "web.epub:from_epub": "defusedxml",
 }
 """Converters that need the extra `documents` -> module that they import."""
+_WITHOUT_TEXT = {
+    "archives are not read: unpack them": ".zip .tar .gz .tgz .bz2 .xz .zst .7z .rar .jar .whl",
+    "images have no text": ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .heic .ico",
+    "audio and video have no text": ".mp3 .wav .flac .ogg .m4a .aac .opus .mp4 .mov .avi .mkv .webm",
+    "old Office formats are not read: save as .docx or .pptx": ".doc .ppt",
+    "OpenDocument texts and slides are not read: save as .docx or .pptx": ".odt .odp",
+    "Outlook messages are not read: save as .eml": ".msg",
+}
+_REASON_OF_SUFFIX = {suffix: why for why, suffixes in _WITHOUT_TEXT.items() for suffix in suffixes.split()}
 _GROUP = "cacheblend.converters"
 _BEGINNING = re.compile(
     rb"(?P<xml>\s*<\?xml\s)|(?P<ics>\s*BEGIN:VCALENDAR\b)|(?P<vcf>\s*BEGIN:VCARD\b)|(?P<mbox>From [^\n:]*[a-z]{3} [ \d]\d \d\d:\d\d[^\n]*\n>?[\w-]+:)"
@@ -108,6 +117,11 @@ def named_by_content(name: str, data: bytes) -> str:
         return name
     found = _BEGINNING.match(data[:_START].removeprefix(BOM_UTF8))
     return f"{name}.{found.lastgroup}" if found else name
+
+
+def reason_of_suffix(name: str) -> str:
+    """Return why files with the suffix of this name have no text here, "" if unknown."""
+    return _REASON_OF_SUFFIX.get(PurePath(name).suffix.lower(), "")
 
 
 def readable_suffixes() -> list[str]:
