@@ -11,12 +11,15 @@ import re
 
 from cacheblend_documents.converted import shortened
 
+RAISED, LOWERED = "\x01", "\x02"
+"""Begin and end of a superscript."""
 STRUCK, NOT_STRUCK = "\x03", "\x04"
 """Begin and end of struck-out text."""
 LINK = "\x05"
 """Begin of a link. See `end_of_link`."""
 _ADDRESS, _END = "\x06", "\x07"
-_MARKS = re.compile("[\x03-\x07]")
+_MARKS = re.compile("[\x01-\x07]")
+_SUPERSCRIPT = re.compile(r"\x01([^\x01\x02]*+)\x02")
 _STRUCK_TEXT = re.compile(r"\x03([^\x03\x04]*+)(?:\x04|\Z)")
 _FIRST_TILDE = re.compile(r"^~", re.MULTILINE)
 _SAME_LINK = re.compile(r"\x06([^\x05-\x07]*+)\x07\x05(?=[^\x05-\x07]*+\x06\1\x07)")
@@ -49,6 +52,7 @@ def shown(text: str) -> str:
     """
     if not _MARKS.search(text):
         return text
+    text = _SUPERSCRIPT.sub(_raised, text.replace(LOWERED + RAISED, ""))
     text = _STRUCK_TEXT.sub(_struck, text.replace(NOT_STRUCK + STRUCK, ""))
     return _MARKS.sub("", _LINKED_TEXT.sub(_linked, _SAME_LINK.sub("", text)))
 
@@ -94,19 +98,6 @@ def superscript(text: str, before: str) -> str:
     if not last.strip() or is_ordinal or inner.lower() in _TRADE_MARKS or not unsigned[:1].isalnum():
         return inner + blank
     return (f"^{inner}" if unsigned.isalnum() else f"^({inner})") + blank
-
-
-RAISED, LOWERED = "\x01", "\x02"
-"""Begin and end of a superscript within the text of a paragraph. XML has no such characters."""
-_SUPERSCRIPT = re.compile(f"{RAISED}([^{RAISED}{LOWERED}]*){LOWERED}")
-
-
-def inline_text(text: str) -> str:
-    """Return the text of a paragraph with single blanks, and superscripts as in "10^6"."""
-    if RAISED in text:
-        text = _SUPERSCRIPT.sub(_raised, text.replace(LOWERED + RAISED, ""))
-        text = text.replace(RAISED, "").replace(LOWERED, "")
-    return "\n".join(" ".join(line.split()) for line in text.split("\n")).strip("\n")
 
 
 def _raised(found: re.Match[str]) -> str:

@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element
 
 from cacheblend_documents.converted import shortened
 from cacheblend_documents.equations import equation_text
-from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, end_of_link, shown, superscript, target_of
+from cacheblend_documents.inline_marks import LINK, LOWERED, NOT_STRUCK, RAISED, STRUCK, end_of_link, shown, target_of
 from cacheblend_documents.numerals import repeated_letter, roman
 from cacheblend_documents.office.package import Relation, integer, outermost
 
@@ -56,22 +56,18 @@ def body_text(body: Element) -> str:
 
 def paragraph_text(paragraph: Element) -> str:
     """Return the text of a paragraph; superscripts as in 10^6, line breaks as line ends."""
-    pieces, raised = [""], list[str]()
-    for child in paragraph:
-        text = _inline(child)
-        properties = child.find("a:rPr") if text.strip() else None
-        if properties is not None and integer(properties.get("baseline", "").rstrip("%")) > 0:
-            raised.append(text)
-        elif text:
-            marked = text if properties is None else _marked(text, properties)
-            pieces += [superscript("".join(raised), pieces[-1]), marked]
-            raised = []
-    text = shown("".join([*pieces, superscript("".join(raised), pieces[-1])]))
-    return "\n".join(filter(None, map(str.strip, text.split("\n"))))
+    lines = shown("".join(map(_marked, paragraph))).split("\n")
+    return "\n".join(filter(None, map(str.strip, lines)))
 
 
-def _marked(text: str, properties: Element) -> str:
-    """Mark a run that is struck out or a link. See `resolve_links`."""
+def _marked(child: Element) -> str:
+    """Return the text of a child of a paragraph. It is marked if it is raised, struck out or a link."""
+    text = _inline(child)
+    properties = child.find("a:rPr") if text.strip() else None
+    if properties is None:
+        return text
+    if integer(properties.get("baseline", "").rstrip("%")) > 0:
+        text = f"{RAISED}{text}{LOWERED}"
     if properties.get("strike", "noStrike") != "noStrike":
         text = f"{STRUCK}{text}{NOT_STRUCK}"
     link = properties.find("a:hlinkClick")

@@ -9,7 +9,16 @@ from typing import Any
 
 from cacheblend_documents.charsets import codec_of
 from cacheblend_documents.converted import Converted, NotConverted
-from cacheblend_documents.inline_marks import LINK, NOT_STRUCK, STRUCK, comment_mark, end_of_link, shown
+from cacheblend_documents.inline_marks import (
+    LINK,
+    LOWERED,
+    NOT_STRUCK,
+    RAISED,
+    STRUCK,
+    comment_mark,
+    end_of_link,
+    shown,
+)
 from cacheblend_documents.omissions import Omissions
 from cacheblend_documents.plain_text import RTF, without_data_uris
 from cacheblend_documents.word.fields import hyperlink
@@ -168,11 +177,9 @@ class _Reader:
         text = self._state.shown
         if text is None or not characters:
             return
-        if self._state.is_raised and characters.strip():
-            text.raised.append(characters)
-        else:
-            text.end_raised()
-            text.pieces.append(f"{STRUCK}{characters}{NOT_STRUCK}" if self._state.is_struck else characters)
+        if self._state.is_raised:
+            characters = f"{RAISED}{characters}{LOWERED}"
+        text.pieces.append(f"{STRUCK}{characters}{NOT_STRUCK}" if self._state.is_struck else characters)
 
     def _close(self) -> bool:
         """End a group; return whether the document goes on."""
@@ -182,7 +189,6 @@ class _Reader:
         if ended.destination == "fldinst" and ended.text is not None:
             self._state = replace(self._state, link=hyperlink("".join(ended.text.pieces)))
         elif ended.destination == "fldrslt" and ended.text is not None:
-            ended.text.end_raised()
             ended.text.pieces.append(end_of_link(ended.link))
         elif ended.destination in _MARKED and ended.text is not None:
             ended.text.end_row()
@@ -239,7 +245,6 @@ class _Reader:
         elif name == "fldinst":
             text = RtfText() if text is not None else None
         elif name == "fldrslt" and text is not None:
-            text.end_raised()
             text.pieces.append(LINK)
         elif name in _MARKED and text is not None:
             text = RtfText(_MARKED[name])
@@ -275,7 +280,6 @@ class _Reader:
     def _end_cell(self) -> None:
         text = self._state.text
         if text is not None:
-            text.end_raised()
             text.cells.append(" ".join(shown("".join(text.pieces)).split()))
             text.pieces.clear()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cacheblend_documents.converted import shortened
-from cacheblend_documents.inline_marks import shown, superscript
+from cacheblend_documents.inline_marks import shown
 
 BODY = 9
 """Outline level of paragraphs that are not headings."""
@@ -20,29 +20,20 @@ class RtfText:
     lines: list[str] = field(default_factory=list)  # paragraphs and rows, with the line ends after them
     is_table: bool = False  # the last line is a row
     pieces: list[str] = field(default_factory=list)
-    raised: list[str] = field(default_factory=list)  # superscript at the end of the paragraph
     cells: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)  # notes that follow the paragraph
 
     @property
     def is_empty(self) -> bool:
-        return not (self.lines or self.cells or self.raised or shown("".join(self.pieces)).strip())
+        return not (self.lines or self.cells or shown("".join(self.pieces)).strip())
 
     def add(self, line: str, is_row: bool) -> None:
         self.lines += ["\n"] * (self.is_table and not is_row)
         self.lines.append(line + ("\n" if is_row else "\n\n"))
         self.is_table = is_row
 
-    def end_raised(self) -> None:
-        """Add the superscript so far to the paragraph."""
-        if self.raised:
-            before = self.pieces[-1] if self.pieces else ""
-            self.pieces.append(superscript("".join(self.raised), before))
-            self.raised.clear()
-
     def end_paragraph(self, outline: int = BODY) -> None:
         """End the paragraph, with its notes after it."""
-        self.end_raised()
         lines = (line.strip() for line in shown("".join(self.pieces)).split("\n"))
         if paragraph := "\n".join(filter(None, lines)):
             is_heading = 0 <= outline < 6

@@ -17,7 +17,6 @@ from cacheblend_documents.inline_marks import (
     STRUCK,
     comment_mark,
     end_of_link,
-    inline_text,
     shown,
     target_of,
 )
@@ -181,7 +180,8 @@ class Walk:
         story = self._story
         if style is None and not story.parts and not story.boxes:
             return
-        text = inline_text(shown("".join(story.parts)))
+        lines = shown("".join(story.parts)).split("\n")
+        text = "\n".join(" ".join(line.split()) for line in lines).strip("\n")
         story.parts = []
         label = None if style is None else self._numbering.next(properties, style)
         if self._page_words is not None:
