@@ -166,8 +166,12 @@ def test_a_converter_is_found_by_suffix(converters: Path, folder: Path) -> None:
     other = converters / "other_subtitles-2.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other-subtitles\nVersion: 2.0\n")
-    (other / "entry_points.txt").write_text("[cacheblend.converters]\nsrt = nothing:convert\nmd = nothing:convert\n")
-    [twice] = commands(converters, "precompute docs/a.SRT docs/a.md")
+    (other / "entry_points.txt").write_text(
+        "[cacheblend.converters]\nsrt = nothing:convert\nmd = nothing:convert\nsub = nothing:convert\n"
+    )
+    (docs / "d.sub").write_text("x")
+    twice, broken = commands(converters, "precompute docs/a.SRT docs/a.md", "precompute docs/d.sub")
+    assert "of other-subtitles 2.0, cannot be imported: ModuleNotFoundError" in broken.err
     assert "several distributions" in twice.err
     assert "other-subtitles 2.0" in twice.err
     assert "a.md was not" not in twice.err, "a suffix of the package's own stays its own"

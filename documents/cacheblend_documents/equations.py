@@ -54,7 +54,8 @@ def _office(element: Element, depth: int) -> str:
     parts = [
         _office(inner, depth + 1) for inner in element if not inner.tag.endswith("Pr") and inner.tag not in _UNSEEN
     ]
-    values = {inner.tag: inner.get("val", "") for inner in element.find(f"{tag}Pr") or ()}
+    properties = element.find(f"{tag}Pr")
+    values = {} if properties is None else {inner.tag: inner.get("val", "") for inner in properties}
     if tag == "m:d":
         inner = values.get("m:sepChr", "|").join(parts)
         return f"{values.get('m:begChr', '(')}{inner}{values.get('m:endChr', ')')}"

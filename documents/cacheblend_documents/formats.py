@@ -86,20 +86,28 @@ class Format(NamedTuple):
         return self.converter.startswith(_PLAIN_TEXT) and not self.distributions
 
     def load(self) -> Callable[[bytes], Converted]:
-        """Import the converter of a file's bytes. Raises NotConverted if several distributions have one."""
+        """Import the converter of a file's bytes. Raises NotConverted if another distribution's cannot be used."""
         if len(self.distributions) > 1:
             several = ", ".join(self.distributions)
             raise NotConverted(f"several distributions convert it, uninstall all but one: {several}", unread=True)
-        found: Callable[[bytes], Converted] = _imported(
-            self.converter if self.distributions else f"{__package__}.{self.converter}"
-        )
-        return found
+        if not self.distributions:
+            return _imported(f"{__package__}.{self.converter}")
+        try:
+            return _imported(self.converter)
+        except Exception as error:
+            reason = f"its converter, of {self.distributions[0]}, cannot be imported: {type(error).__name__}: {error}"
+            raise NotConverted(reason, "needing other packages", unread=True) from error
 
 
 TEXT = Format("plain_text:from_plain")
 _BY_SUFFIX = {suffix: Format(converter) for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
 _WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), _BY_SUFFIX[".py"])
-_imported = cache(resolve_name)
+
+
+@cache
+def _imported(name: str) -> Callable[[bytes], Converted]:
+    found: Callable[[bytes], Converted] = resolve_name(name)
+    return found
 
 
 def format_of(name: str) -> Format | None:
