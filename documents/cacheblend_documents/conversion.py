@@ -75,23 +75,16 @@ def convert(
     """
     limits = limits or Limits()
     name = named_by_content(name, data)
-    found = format_of(name) or TEXT
-    if found.is_plain:
-        return _checked(found.load()(data))
+    if (format_of(name) or TEXT).is_plain:
+        return convert_here(name, data)
     own = process or converter_process()
     try:
         if ocr and name.lower().endswith(".pdf"):
-            return _checked(convert_with_ocr(lambda pdf: _parsed(name, pdf, limits, own, cancellation), data, ocr))
-        return _checked(_parsed(name, data, limits, own, cancellation))
+            return convert_with_ocr(lambda pdf: _parsed(name, pdf, limits, own, cancellation), data, ocr)
+        return _parsed(name, data, limits, own, cancellation)
     finally:
         if process is None:
             own.close()
-
-
-def _checked(converted: Converted) -> Converted:
-    if not converted.text.strip():
-        raise NotConverted("empty")
-    return converted if converted.text.endswith("\n") else replace(converted, text=converted.text + "\n")
 
 
 def _parsed(
@@ -138,19 +131,22 @@ def _result(job: _Job) -> _Result:
 
 
 def convert_here(name: str, data: bytes) -> Converted:
-    """Convert a file of a known suffix in this process, without limits. Raises NotConverted and MemoryError."""
-    found = format_of(name)
-    assert found is not None
+    """Convert a file in this process, without limits. Raises NotConverted and MemoryError."""
     with refusing_damage():
-        return _encodable(found.load()(data))
+        converted = (format_of(name) or TEXT).load()(data)
+    if not converted.text.strip():
+        lost = "; ".join(converted.omissions)
+        raise NotConverted(f"no text; left out: {lost}" if lost else "empty", "without text" if lost else "empty")
+    return _encodable(converted)
 
 
 def _encodable(converted: Converted) -> Converted:
-    """Replace lone surrogates, which can occur in JSON but not in UTF-8."""
+    """Replace lone surrogates, which can occur in JSON but not in UTF-8, and end the text with a line end."""
     marks = tuple(replace(mark, part=_HALF.sub("\ufffd", mark.part)) for mark in converted.marks)
     text, title, *omissions = (
         _HALF.sub("\ufffd", text) for text in (converted.text, converted.title, *converted.omissions)
     )
+    text += "\n" * (not text.endswith("\n"))
     return replace(converted, text=text, marks=marks, title=title, omissions=tuple(omissions))
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from cacheblend_documents.chats import rich_text, sent_message
-from cacheblend_documents.converted import Converted, Mark, NotConverted, joined, shortened
+from cacheblend_documents.converted import Converted, Mark, joined, shortened
 from cacheblend_documents.omissions import Omissions
 from cacheblend_documents.plain_text import decoded, without_controls
 
@@ -23,15 +23,12 @@ _DEEPEST = 3  # nested objects whose fields get a line each
 
 
 def from_json_lines(data: bytes) -> Converted:
-    omissions, reasons = Omissions(), list[str]()
-    converted = joined(_lines(decoded(data), omissions, reasons), "markdown", is_split=True, omissions=omissions)
-    if reasons and not converted.text:
-        raise NotConverted(reasons[0], "broken JSON")
-    return converted
+    omissions = Omissions()
+    return joined(_lines(decoded(data), omissions), "markdown", is_split=True, omissions=omissions)
 
 
-def _lines(text: str, omissions: Omissions, reasons: list[str]) -> Iterator[tuple[str, Mark]]:
-    """Yield the texts of the lines. omissions, reasons: get those that cannot be read."""
+def _lines(text: str, omissions: Omissions) -> Iterator[tuple[str, Mark]]:
+    """Yield the texts of the lines. omissions: gets those that cannot be read."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -40,7 +37,6 @@ def _lines(text: str, omissions: Omissions, reasons: list[str]) -> Iterator[tupl
             except (ValueError, RecursionError) as error:
                 what = "not JSON" if isinstance(error, ValueError) else "nested too deeply"
                 omissions.add(f"line is {what}", f"line {number}", plural=f"lines are {what}")
-                reasons[:] = reasons or [f"line {number} is {what}"]
             else:
                 yield found[0], Mark(0, found[1], number)
 

@@ -16,14 +16,11 @@ _OLDEST = 3  # oldest format with worksheets
 def from_notebook(data: bytes) -> Converted:
     omissions = Omissions()
     try:
-        converted = joined(_cells(json.loads(decoded(data)), omissions), "markdown", omissions=omissions)
+        return joined(_cells(json.loads(decoded(data)), omissions), "markdown", omissions=omissions)
     except RecursionError as error:
         raise NotConverted("is nested too deeply", "broken notebooks") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotConverted("not a notebook", "broken notebooks") from error
-    if converted.omissions and not converted.text:
-        raise NotConverted(f"not a notebook: {converted.omissions[0]}", "broken notebooks")
-    return converted
 
 
 def _cells(notebook: Any, omissions: Omissions) -> Iterator[tuple[str, Mark]]:

@@ -390,8 +390,8 @@ def test_charts_and_embedded_files_are_said() -> None:
         "2 charts (Results)", "1 embedded object (Results)", "2 equations (Results)", "1 form control (Results)",
         "1 embedded document (Results)"
     )  # fmt: skip
-    with pytest.raises(NotConverted, match="no text, only 1 chart"):
-        text_of(paragraph("<w:r><c:chart/></w:r>"))
+    with pytest.raises(NotConverted, match="no text; left out: 1 chart"):
+        convert_here("a.docx", word(paragraph("<w:r><c:chart/></w:r>")))
 
 
 @pytest.mark.parametrize("suffix", [".docm", ".dotx", ".dotm"])

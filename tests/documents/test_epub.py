@@ -6,6 +6,7 @@ import books
 import hostile
 import pytest
 from books import book, page
+from cacheblend_documents.conversion import convert_here
 from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.web.epub import from_epub
 
@@ -43,7 +44,7 @@ def test_a_damaged_chapter_is_named() -> None:
 
 def test_a_book_without_chapters_is_refused() -> None:
     with pytest.raises(NotConverted, match="2 chapters are missing"):
-        from_epub(book({"a.xhtml": None, "b.xhtml": None}))
+        convert_here("a.epub", book({"a.xhtml": None, "b.xhtml": None}))
 
 
 @pytest.mark.parametrize("name", ["META-INF/container.xml", "OEBPS/book.opf"])

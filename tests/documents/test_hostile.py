@@ -243,7 +243,7 @@ BRACKETS = b"[" * DEEP + b"]" * DEEP
 @pytest.mark.parametrize(
     ("name", "data", "reason"),
     [
-        ("a.jsonl", b'{"a":' + BRACKETS + b"}", "line 1 is nested too deeply"),
+        ("a.jsonl", b'{"a":' + BRACKETS + b"}", "no text; left out: 1 line is nested too deeply (line 1)"),
         ("a.ipynb", b'{"cells":' + BRACKETS + b"}", "is nested too deeply"),
         ("a.eml", b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * DEEP, "is nested too deeply"),
     ],

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from cacheblend_documents.conversion import convert_here
 from cacheblend_documents.converted import Converted, NotConverted
 from cacheblend_documents.json_records import from_json_lines, from_json_records
 
@@ -46,8 +47,8 @@ def test_a_line_that_is_not_json_is_an_omission() -> None:
 
 
 def test_lines_without_json_are_refused() -> None:
-    with pytest.raises(NotConverted, match="line 2 is not JSON"):
-        from_json_lines(b"\n{\n[\n")
+    with pytest.raises(NotConverted, match="2 lines are not JSON"):
+        convert_here("a.jsonl", b"\n{\n[\n")
 
 
 @pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"documents": rows}])

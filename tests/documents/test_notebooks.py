@@ -7,6 +7,7 @@ from typing import Any
 
 import files
 import pytest
+from cacheblend_documents.conversion import convert_here
 from cacheblend_documents.converted import NotConverted
 from cacheblend_documents.notebooks import from_notebook
 
@@ -49,5 +50,5 @@ def test_a_broken_cell_loses_only_that_cell() -> None:
     found = from_notebook(json.dumps({"cells": cells}).encode())
     assert found.text == "one\n\n"
     assert found.omissions == ("3 cells cannot be read (cells 2, 3, 4)",)
-    with pytest.raises(NotConverted, match="not a notebook: 1 cell cannot be read"):
-        from_notebook(json.dumps({"cells": [{}]}).encode())
+    with pytest.raises(NotConverted, match="left out: 1 cell cannot be read"):
+        convert_here("a.ipynb", json.dumps({"cells": [{}]}).encode())

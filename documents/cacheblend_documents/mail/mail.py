@@ -42,16 +42,15 @@ def read_mail(data: bytes, omissions: Omissions) -> tuple[str, str]:
 
 
 def from_mailbox(data: bytes) -> Converted:
-    converted = joined(_mails(data, omissions := Omissions()), "markdown", is_split=True, omissions=omissions)
-    if not converted.text:
-        raise NotConverted("not a mailbox", "broken e-mails")
-    return converted
+    return joined(_mails(data, omissions := Omissions()), "markdown", is_split=True, omissions=omissions)
 
 
 def _mails(data: bytes, omissions: Omissions) -> Iterator[tuple[str, Mark]]:
     """Yield the texts of the mails with their numbers."""
     separators = list(_SEPARATOR.finditer(data))
-    if separators and data[: separators[0].start()].strip():
+    if not separators:
+        raise NotConverted("not a mailbox", "broken e-mails")
+    if data[: separators[0].start()].strip():
         omissions.say("the text before the first mail")
     ends = [*(separator.start() for separator in separators[1:]), len(data)]
     for number, (separator, end) in enumerate(zip(separators, ends, strict=False), 1):

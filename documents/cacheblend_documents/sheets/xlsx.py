@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from heapq import merge
 from operator import itemgetter
 
-from cacheblend_documents.converted import Converted, Mark, NotConverted, joined
+from cacheblend_documents.converted import Converted, Mark, joined
 from cacheblend_documents.inline_marks import comment_mark
 from cacheblend_documents.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_documents.office.drawings import DRAWN, drawn_text
@@ -30,8 +30,6 @@ def from_xlsx(data: bytes) -> Converted:
             parts.append((f"# {sheet.name}\n\n" + "\n".join(lines).lstrip("\n"), Mark(0, f"sheet {sheet.name}")))
     for sentence in unsaved:
         omissions.say(f"{sentence}: open the file in a spreadsheet program and save it")
-    if not parts and (lost := "; ".join(omissions)):
-        raise NotConverted(f"no text in its cells: {lost}", "without text")
     return joined(parts, "markdown", columns=frozenset(names), omissions=omissions)
 
 

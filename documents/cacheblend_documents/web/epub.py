@@ -48,10 +48,7 @@ class _Book:
         spine = self._spine()
         for name in spine.missing:
             self._omissions.add("chapter is missing", name, plural="chapters are missing")
-        converted = joined(self._chapters(spine.parts), "markdown", title=spine.title, omissions=self._omissions)
-        if not converted.text.strip() and converted.omissions:
-            raise NotConverted(f"not an EPUB book: {converted.omissions[0]}", "damaged or locked")
-        return converted
+        return joined(self._chapters(spine.parts), "markdown", title=spine.title, omissions=self._omissions)
 
     def _spine(self) -> _Spine:
         """Return the chapters; all pages by name if the package document cannot be read."""

@@ -18,10 +18,8 @@ def from_docx(data: bytes) -> Converted:
     """Convert text, lists, tables, notes, comments, headers and footers. A .docx has no page ends."""
     document = _Document(OfficePackage(data, "a Word document"))
     text = "".join(markdown(document.blocks())).strip("\n")
-    omissions = tuple(document.omissions)
-    if not text:
-        raise NotConverted(f"no text, only {', '.join(omissions)}" if omissions else "empty", "empty")
-    return Converted(text + "\n", "markdown", keeps_lines=False, title=document.walk.title, omissions=omissions)
+    title, omissions = document.walk.title, tuple(document.omissions)
+    return Converted(text + "\n", "markdown", keeps_lines=False, title=title, omissions=omissions)
 
 
 class _Document:
