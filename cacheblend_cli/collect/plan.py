@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, pairwise, tee
+from itertools import repeat
 from typing import Any
 
 from cacheblend_documents.converted import NotConverted
@@ -115,7 +115,7 @@ class Planner:
         found = self._cut(planned.file, part) if planned.place is None else self._spool.read(planned.place)
         if found is None:
             return None
-        return list(planned_chunks(part.collection, planned.file.source, found, part.settings))
+        return planned_chunks(part.collection, planned.file.source, found, part.settings)
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
         """Plan documents whose chunks do not depend on other documents, in batches."""
@@ -160,23 +160,17 @@ class Planner:
                 yield planned
 
     def _plan_cut(self, part: Part, file: DocumentFile) -> PlannedDocument | None:
-        """Cut and plan a document. Its chunks are written to the spool one after the other, so only sizes are held."""
-        sizes, collection = list[ChunkSize](), part.collection
-        places = list[PlannedChunk]()  # without texts and token ids
+        """Cut and plan a document. Its chunks are written to the spool, so only sizes are held."""
+        if (found := self._cut(file, part, self._on_cut)) is None:
+            return None
+        chunks = planned_chunks(part.collection, file.source, found, part.settings)
+        return replace(self._planned(part, file, chunks), chunks=None, place=self._spool.append(found))
 
-        def sized(chunks: Iterator[PlannedChunk]) -> Iterator[Chunk]:
-            for chunk in chunks:
-                sizes.append(self._size(collection, chunk))
-                if self._with_records:
-                    places.append(replace(chunk, chunk=replace(chunk.chunk, text="", token_ids=()), left=()))
-                yield chunk.chunk
-
-        with self._leaving_out(file):
-            cut = self._cutting(file, part, self._on_cut)
-            place = self._spool.append(sized(planned_chunks(collection, file.source, cut, part.settings)))
-            num_bytes = self._record_bytes(part, file, places)
-            return PlannedDocument(file, self._with_kv(collection, sizes), place=place, record_bytes=num_bytes)
-        return None
+    def _planned(self, part: Part, file: DocumentFile, chunks: list[PlannedChunk]) -> PlannedDocument:
+        sizes = [self._size(part.collection, chunk) for chunk in chunks]
+        stored = stored_sizes(self._store, part.collection, (size.key for size in sizes))
+        sizes = [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
+        return PlannedDocument(file, sizes, chunks, record_bytes=self._record_bytes(part, file, chunks))
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents if some use context `neighbours`.
@@ -196,19 +190,13 @@ class Planner:
                 others = [*passages, *stored_passages(part.collection, self._store, sources)]
             named = [(file.source, chunks) for file, chunks in own]
             planned = plan_documents(part.collection, named, part.settings, others)
-            for (file, _), chunks in zip(own, planned, strict=True):
-                sizes = self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks])
-                num_bytes = self._record_bytes(part, file, chunks)
-                part.documents.append(PlannedDocument(file, sizes, chunks, record_bytes=num_bytes))
+            part.documents.extend(
+                self._planned(part, file, chunks) for (file, _), chunks in zip(own, planned, strict=True)
+            )
 
     def _size(self, collection: Collection, chunk: PlannedChunk) -> ChunkSize:
         num_bytes = record_bytes(collection, chunk) if self._with_records else 0
         return ChunkSize(chunk.key, len(chunk.chunk.token_ids), len(chunk.left), num_bytes, None)
-
-    def _with_kv(self, collection: Collection, sizes: Sequence[ChunkSize]) -> list[ChunkSize]:
-        """Add whether the store has the KV of chunks."""
-        stored = stored_sizes(self._store, collection, (size.key for size in sizes))
-        return [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
 
     def _record_bytes(self, part: Part, file: DocumentFile, chunks: Sequence[PlannedChunk] | None = None) -> int:
         """Return the size of a document's record: to be stored, or without `chunks` the stored one."""
@@ -227,19 +215,16 @@ class Planner:
 
         Return None if it has changed since it was found, or the model cannot store it: the stored version then stays.
         """
-        with self._leaving_out(file):
-            return list(self._cutting(file, part, on_cut))
-        return None
-
-    def _cutting(self, file: DocumentFile, part: Part, on_cut: OnCut | None) -> Iterator[Chunk]:
-        """Read a document and yield its chunks. Raises what `DocumentFile.read` and `DocumentCutter.cut` do."""
-        of, settings = part.collection, part.settings
+        of, settings, chunks = part.collection, part.settings, list[Chunk]()
         cut = CutSettings(settings.chunk_tokens, settings.overlap, of.template.wording.head)
-        document = file.read(self.diff.given.conversions)
-        for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
-            yield chunk
-            if on_cut is not None:
-                on_cut(document, chunk.end)
+        with self._leaving_out(file):
+            document = file.read(self.diff.given.conversions)
+            for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
+                chunks.append(chunk)
+                if on_cut is not None:
+                    on_cut(document, chunk.end)
+            return chunks
+        return None
 
     @contextmanager
     def _leaving_out(self, file: DocumentFile) -> Iterator[None]:
@@ -286,29 +271,33 @@ def plan_documents(
     if settings.context == "neighbours":
         own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
         near = Neighbours((*own, *others), settings.neighbours, collection.window(settings.window))
-    return [list(planned_chunks(collection, source, chunks, settings, near)) for source, chunks in documents]
+    return [planned_chunks(collection, source, chunks, settings, near) for source, chunks in documents]
 
 
 def planned_chunks(
     collection: Collection,
     source: str,
-    chunks: Iterable[Chunk],
+    chunks: Sequence[Chunk],
     settings: CollectSettings,
     near: Neighbours | None = None,
-) -> Iterator[PlannedChunk]:
-    """Yield the chunks of one document with their keys and left contexts. near: for `neighbours`."""
-    placed: Iterator[tuple[Chunk, Ids]] = ((chunk, ()) for chunk in chunks)
+) -> list[PlannedChunk]:
+    """Return the chunks of one document with their keys and left contexts. near: for `neighbours`."""
+    contexts: Iterable[Ids] = repeat((), len(chunks))
     if near is not None:
-        placed = ((chunk, near.left(chunk.token_ids)) for chunk in chunks)
+        contexts = (near.left(chunk.token_ids) for chunk in chunks)
     elif settings.context == "document":
-        own, before = tee(chunks)
-        window = collection.window(settings.window)
-        placed = zip(own, document_contexts((chunk.token_ids for chunk in before), window), strict=True)
-    for number, (one, following) in enumerate(pairwise(chain(placed, (None,))), 1):
-        assert one is not None
-        chunk, left = one
-        keeps_state = following is None or number % settings.state_every == 0
-        yield PlannedChunk(collection.key(chunk.token_ids, left), source, chunk, left, settings.context, keeps_state)
+        contexts = document_contexts((chunk.token_ids for chunk in chunks), collection.window(settings.window))
+    return [
+        PlannedChunk(
+            collection.key(chunk.token_ids, left),
+            source,
+            chunk,
+            left,
+            settings.context,
+            keeps_state=number == len(chunks) or number % settings.state_every == 0,
+        )
+        for number, (chunk, left) in enumerate(zip(chunks, contexts, strict=True), 1)
+    ]
 
 
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:

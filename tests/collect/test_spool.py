@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from io import BufferedRandom, FileIO
 from pathlib import Path
@@ -54,13 +52,13 @@ def stored(engine: Engine, docs: Path, path: Path, **given: Any) -> tuple[list[A
 def test_what_is_stored_is_the_same_without_room(
     engine: Engine, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, room: int
 ) -> None:
-    cuts, cut = list[Any](), Planner._cutting
+    cuts, cut = list[Any](), Planner._cut
 
     def counted(self: Planner, *given: Any) -> Any:
         cuts.append(given[0])
         return cut(self, *given)
 
-    monkeypatch.setattr(Planner, "_cutting", counted)
+    monkeypatch.setattr(Planner, "_cut", counted)
     there = stored(engine, docs, tmp_path / "kept", context=context)
     assert len(cuts) == 3  # each document once
     monkeypatch.setattr(spool, "MAX_BYTES", room)
@@ -107,35 +105,3 @@ def test_chunks_kept_before_the_disk_filled_can_be_read(tmp_path: Path, monkeypa
     file.room = 1000
     assert spool.append(chunks) is not None
     assert spool.read(kept) == chunks
-
-
-def test_only_a_few_chunks_are_held() -> None:
-    own, alive, most = Spool(), weakref.WeakSet[Chunk](), 0
-
-    def chunks() -> Iterator[Chunk]:
-        nonlocal most
-        for number in range(1000):
-            alive.add(chunk := Chunk(number, "text", (number, 2), number, number + 1))
-            yield chunk
-            del chunk
-            most = max(most, len(alive))
-
-    place = own.append(chunks())
-    assert place is not None
-    assert most <= 130
-    assert own.read(place) == list(chunks())
-
-
-def test_an_error_of_the_chunks_leaves_no_place() -> None:
-    spool, good = Spool(), [Chunk(0, "text", (1, 2), 0, 4)] * 100
-
-    def broken() -> Iterator[Chunk]:
-        yield from good
-        raise EOFError
-
-    with pytest.raises(EOFError):
-        spool.append(broken())
-    place = spool.append(good)
-    assert place is not None
-    assert place.start == 0
-    assert spool.read(place) == good
