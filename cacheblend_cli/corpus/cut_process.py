@@ -1,7 +1,8 @@
 """Cut long documents in a separate process with memory and CPU limits, and short ones in the caller's.
 
-Cutting and encoding hold Python's lock, so a long text would stop all other threads of a server. `DocumentCutter` gives
-`python -m` this module the tokenizer once, then a document at a time, and receives its chunks in batches.
+Cutting is Python code: in a thread, it makes each operation of a server's engine wait for Python's lock, and answers
+come several times slower. `DocumentCutter` gives `python -m` this module the tokenizer once, then a document at a time,
+and receives its chunks in batches.
 """
 
 from __future__ import annotations
