@@ -42,19 +42,23 @@ OPTIONS = {
 """Field of AskBody -> Ollama's option with the same meaning."""
 
 
-_LOADING = {
-    Int: ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
-    bool: ("numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
-}
-"""Type -> options of how to load the model, which are accepted without effect: it is already loaded."""
+_WITHOUT_EFFECT = {
+    Int: ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "repeat_last_n", "mirostat"),
+    bool: (
+        "numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline",
+    ),
+    float: ("typical_p", "tfs_z", "mirostat_tau", "mirostat_eta"),
+}  # fmt: skip
+"""Type -> options of how to load the model, which is already loaded, and those that `OptionsIn.check` refuses if they
+would have an effect."""
 if TYPE_CHECKING:
-    LoadingOptions = Struct
+    OtherOptions = Struct
 else:
-    fields = [(name, kind | None, None) for kind, names in _LOADING.items() for name in names]
-    LoadingOptions = defstruct("LoadingOptions", fields, kw_only=True)
+    fields = [(name, kind | None, None) for kind, names in _WITHOUT_EFFECT.items() for name in names]
+    OtherOptions = defstruct("OtherOptions", fields, kw_only=True)
 
 
-class OptionsIn(LoadingOptions, forbid_unknown_fields=True, kw_only=True):
+class OptionsIn(OtherOptions, forbid_unknown_fields=True, kw_only=True):
     """Ollama's options. num_predict below 0: the server's limit."""
 
     seed: Int | None = None
@@ -67,15 +71,6 @@ class OptionsIn(LoadingOptions, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-
-    # refused unless they have no effect
-    repeat_last_n: Int | None = None
-    typical_p: float | None = None
-    tfs_z: float | None = None
-    mirostat: Int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    penalize_newline: bool | None = None
 
     def check(self) -> None:
         """Raises ApiError for an option that would change the answer and is not supported."""
