@@ -36,26 +36,6 @@ def place_of(path: str) -> str:
         return os.path.normpath(os.path.join(text_of(os.getcwd()), path))
 
 
-def place_within(folder: str, file: str, folders: dict[str, str]) -> str:
-    """Return the document name of a file that is not a link.
-
-    folder: path of its directory. file: its file name, as text. folders: cache of directory names. A directory is
-    resolved from its parent, so that nested directories are not resolved again from the top.
-    """
-    waiting, here = list[tuple[str, str, str]](), folder
-    while here not in folders:
-        parent, name = os.path.split(here)
-        if not parent or name in ("", os.curdir, os.pardir):
-            folders[here] = place_of(here)
-        else:
-            waiting.append((here, parent, name))
-            here = parent
-    for here, parent, name in reversed(waiting):
-        real = f"{folders[parent].rstrip('/')}/{name}"
-        folders[here] = place_of(real) if os.path.islink(real) else real
-    return f"{folders[folder].rstrip('/')}/{file}"
-
-
 def text_of(path: str) -> str:
     """Return a path as printable text: bytes that are not UTF-8 become \\xNN."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
