@@ -85,8 +85,8 @@ def iter_cut(
 
     Whole paragraphs are packed while they fit. A chunk that is at least half full ends before a heading. A heading
     stays with the paragraph after it, or with as much of the paragraph as fits. In code, whole functions and classes
-    are packed. A row of a table that does not fit is cut between cells, and starts a chunk unless it is the first one.
-    A single character of more than max_tokens tokens becomes its own chunk.
+    are packed. A row of a table that does not fit is cut between cells. A single character of more than max_tokens
+    tokens becomes its own chunk.
 
     encode: maps text to token ids, without special tokens.
     tables: of the text, with what chunks repeat of them before their own text.
@@ -103,7 +103,7 @@ def iter_cut(
             stop, ids = _fill(pieces, first, encode, max_tokens, length)
         length = pieces.start(stop) - pieces.start(first)
         if pieces.has(stop):
-            for kept in _before_code(pieces, first, stop) if is_code else _before_title_or_row(pieces, first, stop):
+            for kept in _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop):
                 # a shorter text can have more tokens
                 if len(shorter := pieces.ids(first, kept, encode)) <= max_tokens:
                     stop, ids = kept, shorter
@@ -164,11 +164,6 @@ class _Pieces:
 
     def _is_blank(self, number: int) -> bool:
         return not self._text[self.start(number) : self.start(number + 1)].strip()
-
-    def before_row(self, first: int, stop: int) -> int:
-        """Return the start of the row that the run would cut if text other than headings is before it, else `first`."""
-        row = self._tables.cut_row(self.start(stop))
-        return first if row <= self.start(first) else self.before_headings(first, self.reaching(row) - 1)
 
     def is_title(self, first: int, stop: int) -> bool:
         """Return whether a run has nothing but headings, and text follows."""
@@ -292,13 +287,6 @@ def _before_title(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
         title = next((n for n in _second_half(pieces, first, stop) if pieces.is_heading(n)), first)
         if (before := pieces.before_headings(first, title)) > first:
             yield before
-
-
-def _before_title_or_row(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
-    """Yield better ends of the run, best first: those of `_before_title`, then the start of a row that it would cut."""
-    yield from _before_title(pieces, first, stop)
-    if (before := pieces.before_row(first, stop)) > first:
-        yield before
 
 
 def _before_code(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:

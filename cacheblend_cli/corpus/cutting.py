@@ -19,7 +19,7 @@ from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import bounded, is_stdin
 from cacheblend_cli.corpus.tables import Tables
 
-CUT_VERSION = 4
+CUT_VERSION = 5
 """Increase this when the same text and settings give different chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")

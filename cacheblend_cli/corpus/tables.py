@@ -138,13 +138,6 @@ class Tables:
             yield from (cell.start for cell in self._cells(number)[1:] if start < cell.start < end)
         yield end
 
-    def cut_row(self, position: int) -> int:
-        """Return the start of the row that a cut at the position would end, if another one is above it; else 0."""
-        number = bisect_left(self._starts, position) - 1
-        if number <= 0 or position >= self._ends[number] or self._table(number) is not self._table(number - 1):
-            return 0
-        return self._starts[number] if len(self._cells(number - 1)) > 1 else 0  # else it is a title, or a header
-
     def _key(self, number: int, start: int) -> str:
         """Return the first cell of a row, then the name of the cell that a position is in."""
         cells, table = self._cells(number), self._table(number)
