@@ -10,8 +10,10 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
+import msgspec
 from cacheblend_documents.converted import NotConverted
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
+from cacheblend_store.conversion import decoder
 from cacheblend_store.format.keys import unpack_ids
 from cacheblend_store.format.records import decode_manifest, document_key, encode_document
 
@@ -19,7 +21,6 @@ from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import document_record, is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.collect.summaries import ChunkSize, Settled
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
@@ -34,6 +35,9 @@ OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
 _READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
+KEPT_BYTES = 256 << 20
+"""Bytes of chunks, about 8 a token, that a run keeps until they are stored. Further documents are cut twice."""
+_encode, _decode = msgspec.msgpack.Encoder().encode, decoder(list[Chunk]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class PlannedDocument:
 
     file: DocumentFile
     sizes: Sequence[ChunkSize]  # in order
-    chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
-    place: ByteRange | None = None  # where the planner's spool has the chunks, if it has them
+    cut: bytes = b""  # the chunks, encoded, if they are kept
+    chunks: list[PlannedChunk] | None = None  # with left contexts, if these depend on other documents
     is_current: bool = False  # the store has the current version of the document, cut with the same settings
     record_bytes: int = 0  # size of the document's record, 0 if the planner computes no sizes of records
 
@@ -85,7 +89,7 @@ class Planner:
         settle: only count documents that need no work. Has no effect with `with_records`.
         """
         self.diff, self._store, self._on_cut, self._on_left_out = diff, store, on_cut, on_left_out
-        self._with_records, self._settle, self._spool = with_records, settle, Spool()
+        self._with_records, self._settle, self._kept_bytes = with_records, settle, 0
 
     def plan(self, given: Mapping[str, Any]) -> list[Part]:
         """Plan all documents. Return the parts of the run, in order.
@@ -112,10 +116,8 @@ class Planner:
         """Return the chunks of a planned document, or None if it is left out."""
         if planned.chunks is not None:
             return planned.chunks
-        found = self._cut(planned.file, part) if planned.place is None else self._spool.read(planned.place)
-        if found is None:
-            return None
-        return planned_chunks(part.collection, planned.file.source, found, part.settings)
+        found = _decode(planned.cut) if planned.cut else self._cut(planned.file, part)
+        return None if found is None else planned_chunks(part.collection, planned.file.source, found, part.settings)
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
         """Plan documents whose chunks do not depend on other documents, in batches."""
@@ -160,17 +162,20 @@ class Planner:
                 yield planned
 
     def _plan_cut(self, part: Part, file: DocumentFile) -> PlannedDocument | None:
-        """Cut and plan a document. Its chunks are written to the spool, so only sizes are held."""
+        """Cut and plan a document."""
         if (found := self._cut(file, part, self._on_cut)) is None:
             return None
         chunks = planned_chunks(part.collection, file.source, found, part.settings)
-        return replace(self._planned(part, file, chunks), chunks=None, place=self._spool.append(found))
+        if self._kept_bytes + len(kept := _encode(found)) > KEPT_BYTES:
+            kept = b""
+        self._kept_bytes += len(kept)
+        return replace(self._planned(part, file, chunks), chunks=None, cut=kept)
 
     def _planned(self, part: Part, file: DocumentFile, chunks: list[PlannedChunk]) -> PlannedDocument:
         sizes = [self._size(part.collection, chunk) for chunk in chunks]
         stored = stored_sizes(self._store, part.collection, (size.key for size in sizes))
         sizes = [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
-        return PlannedDocument(file, sizes, chunks, record_bytes=self._record_bytes(part, file, chunks))
+        return PlannedDocument(file, sizes, chunks=chunks, record_bytes=self._record_bytes(part, file, chunks))
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents if some use context `neighbours`.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from io import BufferedRandom, FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.collect import spool
+from cacheblend_cli.collect import plan
 from cacheblend_cli.collect.plan import Planner
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.collect.spool import Spool
-from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 
@@ -61,47 +57,6 @@ def test_what_is_stored_is_the_same_without_room(
     monkeypatch.setattr(Planner, "_cut", counted)
     there = stored(engine, docs, tmp_path / "kept", context=context)
     assert len(cuts) == 3  # each document once
-    monkeypatch.setattr(spool, "MAX_BYTES", room)
+    monkeypatch.setattr(plan, "KEPT_BYTES", room)
     assert stored(engine, docs, tmp_path / "cut again", context=context) == there
     assert 6 < len(cuts) <= 9
-
-
-def test_a_full_disk_means_cutting_again(
-    engine: Engine, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = stored(engine, docs, tmp_path / "kept")
-
-    def full(**given: Any) -> NoReturn:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    assert stored(engine, docs, tmp_path / "cut again") == there
-
-
-class Filling(FileIO):
-    """A file on a disk with room for so many more bytes."""
-
-    room = 0
-
-    def write(self, data: Any) -> int:
-        if not self.room:
-            raise OSError(28, "No space left on device")
-        written = super().write(bytes(data)[: self.room])
-        self.room -= written
-        return written
-
-
-def test_chunks_kept_before_the_disk_filled_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Filling(tmp_path / "spool", "w+b")
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering=-1: BufferedRandom(file) if buffering else file)
-    spool, chunks = Spool(), [Chunk(0, "text", (1, 2), 0, 4)]
-    file.room = 1000
-    kept = spool.append(chunks)
-    assert kept is not None
-    file.room = 3
-    assert spool.append(chunks) is None
-    assert spool.append(chunks) is None
-    assert spool.read(kept) == chunks
-    file.room = 1000
-    assert spool.append(chunks) is not None
-    assert spool.read(kept) == chunks
