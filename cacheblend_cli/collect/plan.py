@@ -4,7 +4,7 @@ store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import repeat
@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 from cacheblend_documents.converted import NotConverted
-from cacheblend_store import ChunkStore, DocumentRecord, StoreError
+from cacheblend_store import ChunkStore, DocumentRecord, StoreError, StoreReader
 from cacheblend_store.conversion import decoder
 from cacheblend_store.format.keys import unpack_ids
 from cacheblend_store.format.records import decode_manifest, document_key, encode_document
 
 from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
-from cacheblend_cli.collect.document_records import document_record, is_current, record_settings
+from cacheblend_cli.collect.document_records import StoredDocument, document_record, is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.summaries import ChunkSize, Settled
 from cacheblend_cli.corpus.chunker import Chunk
@@ -34,7 +34,6 @@ from cacheblend_cli.prompt.collection import Collection
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
-_READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
 KEPT_BYTES = 256 << 20
 """Bytes of chunks, about 8 a token, that a run keeps until they are stored. Further documents are cut twice."""
 _encode, _decode = msgspec.msgpack.Encoder().encode, decoder(list[Chunk]).decode
@@ -120,46 +119,34 @@ class Planner:
         return None if found is None else planned_chunks(part.collection, planned.file.source, found, part.settings)
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
-        """Plan documents whose chunks do not depend on other documents, in batches."""
+        """Plan documents whose chunks do not depend on other documents."""
         now, id = record_settings(part.collection, part.settings), part.collection.id
-        current = dict[str, list[bytes]]()
-        waiting, count = list[DocumentFile](), 0
         for file in files:
             record = self.diff.stored.get(document_key(id, file.source, part.settings.context))
-            is_stored = record is not None and is_current(record, file, now)
-            if record is not None and is_stored and record.tokens is not None and not self._with_records:
-                if self._settle and record.file == file.state:
-                    part.settled.add(record.keys, record.tokens)
-                else:
-                    pairs = zip(record.chunk_keys, unpack_ids(record.tokens), strict=True)
-                    sizes = [ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs]
-                    yield PlannedDocument(file, sizes, is_current=True)
+            if record is None or not is_current(record, file, now):
+                planned = self._plan_cut(part, file)
+            elif record.tokens is None or self._with_records:
+                planned = self._plan_read(part, file, record) or self._plan_cut(part, file)
+            elif self._settle and record.file == file.state:
+                part.settled.add(record.keys, record.tokens)
                 continue
-            if record is not None and is_stored:
-                current[file.source] = keys = record.chunk_keys
-                count += len(keys)
-            waiting.append(file)
-            if count >= _READ_CHUNKS:
-                yield from self._plan_read(part, waiting, current)
-                current, waiting, count = {}, [], 0
-        yield from self._plan_read(part, waiting, current)
-
-    def _plan_read(
-        self, part: Part, files: Sequence[DocumentFile], current: Mapping[str, Sequence[bytes]]
-    ) -> Iterator[PlannedDocument]:
-        """Plan documents, reading chunk sizes from the store where possible.
-
-        current: name -> chunk keys of each document whose current version is stored.
-        """
-        collection = part.collection
-        stored = stored_sizes(self._store, collection, (key for keys in current.values() for key in keys))
-        for file in files:
-            known = [stored.get(key) for key in current.get(file.source, ())]
-            whole = [size for size in known if size is not None]
-            if file.source in current and len(whole) == len(known):
-                yield PlannedDocument(file, whole, is_current=True, record_bytes=self._record_bytes(part, file))
-            elif (planned := self._plan_cut(part, file)) is not None:
+            else:
+                pairs = zip(record.chunk_keys, unpack_ids(record.tokens), strict=True)
+                sizes = [ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs]
+                planned = PlannedDocument(file, sizes, is_current=True)
+            if planned is not None:
                 yield planned
+
+    def _plan_read(self, part: Part, file: DocumentFile, record: StoredDocument) -> PlannedDocument | None:
+        """Plan a document by the records of its chunks. Return None if the store does not have all of them."""
+        assert self._store is not None
+        with self._store.read() as reader:
+            stored = stored_sizes(reader, part.collection, record.chunk_keys)
+            num_bytes = len(reader.get("documents", record.key) or b"") if self._with_records else 0
+        if not stored.keys() >= set(record.chunk_keys):
+            return None
+        sizes = [stored[key] for key in record.chunk_keys]
+        return PlannedDocument(file, sizes, is_current=True, record_bytes=num_bytes)
 
     def _plan_cut(self, part: Part, file: DocumentFile) -> PlannedDocument | None:
         """Cut and plan a document."""
@@ -173,9 +160,14 @@ class Planner:
 
     def _planned(self, part: Part, file: DocumentFile, chunks: list[PlannedChunk]) -> PlannedDocument:
         sizes = [self._size(part.collection, chunk) for chunk in chunks]
-        stored = stored_sizes(self._store, part.collection, (size.key for size in sizes))
+        with nullcontext() if self._store is None else self._store.read() as reader:
+            stored = stored_sizes(reader, part.collection, (size.key for size in sizes))
         sizes = [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
-        return PlannedDocument(file, sizes, chunks=chunks, record_bytes=self._record_bytes(part, file, chunks))
+        num_bytes = 0
+        if self._with_records:
+            record = document_record(part.collection, file, chunks, part.settings)
+            num_bytes = len(encode_document(replace(record, updated=_LONG_TIME)))
+        return PlannedDocument(file, sizes, chunks=chunks, record_bytes=num_bytes)
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents if some use context `neighbours`.
@@ -202,18 +194,6 @@ class Planner:
     def _size(self, collection: Collection, chunk: PlannedChunk) -> ChunkSize:
         num_bytes = record_bytes(collection, chunk) if self._with_records else 0
         return ChunkSize(chunk.key, len(chunk.chunk.token_ids), len(chunk.left), num_bytes, None)
-
-    def _record_bytes(self, part: Part, file: DocumentFile, chunks: Sequence[PlannedChunk] | None = None) -> int:
-        """Return the size of a document's record: to be stored, or without `chunks` the stored one."""
-        if not self._with_records:
-            return 0
-        if chunks is not None:
-            record = document_record(part.collection, file, chunks, part.settings)
-            return len(encode_document(replace(record, updated=_LONG_TIME)))
-        assert self._store is not None
-        key = document_key(part.collection.id, file.source, part.settings.context)
-        with self._store.read() as reader:
-            return len(reader.get("documents", key) or b"")
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> list[Chunk] | None:
         """Read and cut a document.
@@ -243,22 +223,21 @@ class Planner:
             self.diff.digests[file.source] = ""
 
 
-def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
+def stored_sizes(reader: StoreReader | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
     """Return the sizes of stored chunks by key. Missing chunks and damaged records are left out."""
     found = dict[bytes, ChunkSize]()
-    if store is None:
+    if reader is None:
         return found
-    with store.read() as reader:
-        for key in sorted(set(keys)):  # in storage order
-            try:
-                value = reader.get("chunks", key)
-                manifest = None if value is None else decode_manifest(key, value)
-            except StoreError:
-                continue
-            if value is not None and manifest is not None:
-                num_bytes = record_bytes_with_kv(collection, manifest, len(value))
-                left_len = len(manifest.left_context_ids)
-                found[key] = ChunkSize(key, manifest.num_tokens, left_len, num_bytes, manifest.has_kv)
+    for key in sorted(set(keys)):  # in storage order
+        try:
+            value = reader.get("chunks", key)
+            manifest = None if value is None else decode_manifest(key, value)
+        except StoreError:
+            continue
+        if value is not None and manifest is not None:
+            num_bytes = record_bytes_with_kv(collection, manifest, len(value))
+            left_len = len(manifest.left_context_ids)
+            found[key] = ChunkSize(key, manifest.num_tokens, left_len, num_bytes, manifest.has_kv)
     return found
 
 
