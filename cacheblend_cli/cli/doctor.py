@@ -76,7 +76,7 @@ def _device(settings: Any) -> dict[str, Any]:
     import torch
 
     from cacheblend_cli.model.device import resolve_device
-    from cacheblend_cli.model.machine_speeds import cpu_name
+    from cacheblend_cli.model.cpu import cpu_name
 
     device = resolve_device(settings.device)
     facts: dict[str, Any] = {

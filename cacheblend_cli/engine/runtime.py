@@ -27,7 +27,6 @@ from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.host_memory import available_memory, total_memory
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
-from cacheblend_cli.model.machine_speeds import describe as describe_speeds
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
@@ -218,7 +217,6 @@ class Runtime(Prompts):
             "prompt": self.template.wording.source(self.model.path),
             **kv_facts(spec, self.config.kv_dtype, decoder.dtype, bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
-            **(describe_speeds(spec) if decoder.device.type == "cpu" else {}),
         }
 
 

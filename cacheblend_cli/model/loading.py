@@ -25,7 +25,6 @@ from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.host_memory import keep_freed_memory
 from cacheblend_cli.model.linear import bound_caches
 from cacheblend_cli.model.locate import locate
-from cacheblend_cli.model.machine_speeds import cpu_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import ModelSpec
@@ -216,13 +215,15 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:
     """Return the compute dtype. `auto`: the checkpoint's own dtype; on a CPU bf16 if that is the checkpoint's and
-    faster here, else fp32."""
+    the CPU multiplies it natively, else fp32, which rounds nothing."""
     if name != "auto":
         check_known("dtype", name, ("auto", *DTYPES))
         return DTYPES[name]
     named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or weights_dtype(model_dir))
     stated = DTYPES.get(named.removeprefix("torch."), torch.float32)
-    return cpu_dtype(spec, stated) if device.type == "cpu" else stated
+    if device.type != "cpu" or (stated == torch.bfloat16 and compiled.has_bfloat16()):
+        return stated
+    return torch.float32
 
 
 def weights_dtype(model_dir: Path) -> str:
