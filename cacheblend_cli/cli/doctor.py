@@ -75,8 +75,8 @@ def _versions(settings: Any) -> dict[str, str]:
 def _device(settings: Any) -> dict[str, Any]:
     import torch
 
-    from cacheblend_cli.model.device import resolve_device
     from cacheblend_cli.model.cpu import cpu_name
+    from cacheblend_cli.model.device import resolve_device
 
     device = resolve_device(settings.device)
     facts: dict[str, Any] = {

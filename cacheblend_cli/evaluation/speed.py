@@ -16,8 +16,8 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.engine import Engine, Prefilled, Request
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.cpu import cpu_name
+from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

@@ -18,8 +18,8 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.engine.core.sequence import Drafts, Sequence
 from cacheblend_cli.engine.features.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.cpu import cpu_features, cpu_name
+from cacheblend_cli.model.linear import STEADY_ROWS
 
 FORMAT = 1
 MOST_ROWS = 16
