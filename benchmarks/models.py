@@ -44,7 +44,6 @@ from cacheblend_cli.engine.measured_prefill import prefill  # noqa: E402
 from cacheblend_cli.engine.request.resolve import resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config  # noqa: E402
-from cacheblend_cli.model.families.refusals import UNSUPPORTED  # noqa: E402
 from cacheblend_cli.types import AskRequest, BlendParams  # noqa: E402
 
 PARITY = ROOT / "benchmarks" / "results" / "models.md"
@@ -72,7 +71,7 @@ def main() -> None:
     only = set(filter(None, arguments.only.split(",")))
     table = parity_table(only, PARITY.read_text(encoding="utf-8"))
     fill(PARITY, table=table)
-    fill(PAGE, families=families(table), kv=kv_table(), refused=refused())
+    fill(PAGE, families=families(table), kv=kv_table())
 
 
 def fill(page: Path, **blocks: str) -> None:
@@ -231,14 +230,6 @@ def _speeds() -> dict[str, Any]:
 
 def _all(found: dict[str, list[Parity]], name: str) -> list[int]:
     return [getattr(parity, name) for family in found.values() for parity in family]
-
-
-def refused() -> str:
-    """Return a list of the model_types that are refused, by reason."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for model_type, reason in UNSUPPORTED.items():
-        reasons[reason].append(f"`{model_type}`")
-    return "".join(f"- {reason}: {', '.join(sorted(types))}\n" for reason, types in reasons.items())
 
 
 def measure_speeds(rounds: int) -> None:
