@@ -75,7 +75,7 @@ def test_what_a_template_refuses_itself_is_told_as_before() -> None:
     with pytest.raises(TemplateFailed, match="'style' is undefined") as refused:
         rendered("{{ style.name }}")
     assert "it knows: style" in str(refused.value.hint)
-    with pytest.raises(TemplateFailed, match="a template for function calling"):
+    with pytest.raises(TemplateFailed, match="TypeError"):
         rendered("{% for tool in tools %}{{ tool }}{% endfor %}")
     with pytest.raises(UsageError, match="no variable 'other'") as unknown:
         render("{{ style }}", {}, {"other": 1}, NOW)
