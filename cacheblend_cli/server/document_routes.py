@@ -44,7 +44,6 @@ from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
 
 _OFFICE = "application/vnd.openxmlformats-officedocument"
-_MACROS = "macroenabled.12"
 _SUFFIXES = {
     "text/plain": ".txt", "text/markdown": ".md", "text/html": ".html", "application/xhtml+xml": ".xhtml",
     "text/csv": ".csv", "text/tab-separated-values": ".tsv", "application/x-ndjson": ".jsonl", "application/x-ipynb+json": ".ipynb",
@@ -52,14 +51,8 @@ _SUFFIXES = {
     "text/calendar": ".ics", "text/vcard": ".vcf", "text/xml": ".xml", "application/xml": ".xml", "application/rss+xml": ".rss",
     "application/atom+xml": ".atom", "text/x-tex": ".tex", "application/x-tex": ".tex", "application/x-bibtex": ".bib",
     "application/rtf": ".rtf", "text/rtf": ".rtf",
-    f"{_OFFICE}.wordprocessingml.document": ".docx", f"application/vnd.ms-word.document.{_MACROS}": ".docm",
-    f"{_OFFICE}.wordprocessingml.template": ".dotx", f"application/vnd.ms-word.template.{_MACROS}": ".dotm",
-    f"{_OFFICE}.presentationml.presentation": ".pptx", f"application/vnd.ms-powerpoint.presentation.{_MACROS}": ".pptm",
-    f"{_OFFICE}.presentationml.template": ".potx", f"application/vnd.ms-powerpoint.template.{_MACROS}": ".potm",
-    f"{_OFFICE}.presentationml.slideshow": ".ppsx", f"application/vnd.ms-powerpoint.slideshow.{_MACROS}": ".ppsm",
-    f"{_OFFICE}.spreadsheetml.sheet": ".xlsx", f"application/vnd.ms-excel.sheet.{_MACROS}": ".xlsm",
-    f"{_OFFICE}.spreadsheetml.template": ".xltx", f"application/vnd.ms-excel.template.{_MACROS}": ".xltm",
-    "application/vnd.ms-excel": ".xls", f"application/vnd.ms-excel.sheet.binary.{_MACROS}": ".xlsb",
+    f"{_OFFICE}.wordprocessingml.document": ".docx", f"{_OFFICE}.presentationml.presentation": ".pptx",
+    f"{_OFFICE}.spreadsheetml.sheet": ".xlsx", "application/vnd.ms-excel": ".xls",
     "application/vnd.oasis.opendocument.spreadsheet": ".ods",
 }  # fmt: skip
 """Media type in lower case -> file suffix, which selects the converter. Of other types, the document's id has it."""

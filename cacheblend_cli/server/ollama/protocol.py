@@ -3,7 +3,6 @@ refused by name."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Raw, Struct, defstruct
@@ -29,7 +28,6 @@ from cacheblend_cli.server.bodies import (
 from cacheblend_cli.server.embedding_routes import MAX_TEXTS
 from cacheblend_cli.types import MAX_STOPS
 
-_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "images": ([],), "suffix": ("",), "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,),
 }  # fmt: skip
@@ -92,7 +90,7 @@ class OptionsIn(OtherOptions, forbid_unknown_fields=True, kw_only=True):
 
 
 class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Common fields. keep_alive: validated, without effect because the model stays loaded."""
+    """Common fields. keep_alive: without effect because the model stays loaded."""
 
     model: str
     keep_alive: float | str | None = None
@@ -100,8 +98,6 @@ class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Raises ApiError."""
-        if isinstance(self.keep_alive, str) and not _DURATION.fullmatch(self.keep_alive):
-            raise bad_request(f"keep_alive {self.keep_alive[:80]!r} is not a duration", "keep_alive")
         if self.options is not None:
             self.options.check()
 
