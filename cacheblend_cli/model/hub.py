@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,13 +125,8 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
     elif isinstance(error, errors.RepositoryNotFoundError):
         what = f"there is no directory {name.text}, and the hub has no model {name.id}, or it is private"
         hint = "check the name; for a private model run `hf auth login` or set HF_TOKEN"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        what, hint = f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}"
-    elif isinstance(error, errors.RemoteEntryNotFoundError) and name.file:
-        there = list[str]()
-        with suppress(errors.HTTPError, OSError):
-            there = gguf_files(name)
-        what, hint = f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}"
+    elif isinstance(error, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
+        what, hint = f"the hub has no {name.text}", f"the branches, tags and files of {name.id} are on {page}"
     elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in (error, error.__cause__)):
         what = f"model {name.text} is not a local directory and is not cached, and HF_HUB_OFFLINE forbids fetching it"
         hint = "set HF_HUB_OFFLINE=0, or give a local directory"

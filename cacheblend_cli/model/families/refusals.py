@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (None, False),
     "per_layer_config": (None,),
     "transformers_weights": (None,),
+    "moe_layer_freq": (None, 1),
 }
 # Parts of the names of fields that change a forward pass in some family of transformers (a test compares them with all
 # of its config classes), or in models that bring their own code. Fields known to a family are not checked here.

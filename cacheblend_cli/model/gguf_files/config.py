@@ -27,7 +27,6 @@ KNOWN = {
     "rope.scaling.finetuned",  # whether the model was trained with the factor; the result is the same
     "rope.scale_linear",  # the linear factor in older files
 }  # fmt: skip
-HYBRIDS = ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe")
 BIASES = {  # fields of config.json that are true if the tensor is present
     "attention_bias": (
         "blk.0.attn_q.bias",
@@ -45,11 +44,6 @@ def config_of(
     name = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model":
         raise UsageError(f"the GGUF file is not a model but a {metadata['general.type']}", "give the file of its model")
-    if name in HYBRIDS:
-        raise UsageError(
-            f"GGUF files of the architecture {name!r}, a model with recurrent layers, are not read",
-            "use the model's checkpoint in safetensors: cacheblend models pull ORGANISATION/NAME",
-        )
     if name not in ARCHITECTURES:
         raise UsageError(
             f"unknown architecture {name!r} in the GGUF file", f"known in GGUF files: {', '.join(ARCHITECTURES)}"
