@@ -369,7 +369,6 @@ REFUSED = [
     HubModel("torch weights", change=without_weights("pytorch_model.bin"), refused="PyTorch weights (pytorch_model.bin)"),
     HubModel("mistral's own format", change=without_weights("consolidated.safetensors"), refused="consolidated.safetensors"),
     # RoPE
-    config_fault("theta that would be lost", "rope_theta 1000000.0", **new("default", rope_theta=1e6), rope_scaling=YARN),
     config_fault("part of the head", "partial_rotary_factor", partial_rotary_factor=0.5),
     config_fault("part of the head, new", "partial_rotary_factor", **new("default", partial_rotary_factor=0.25)),
     config_fault("RoPE by kind of layer", "full_attention", Qwen3Config, rope_parameters={

@@ -141,39 +141,15 @@ _MOE = (
     "routed_scaling_factor", "output_router_logits",
     "pretraining_tp", "scoring_func", "topk_method", "first_k_dense_replace", "num_nextn_predict_layers",
 )  # fmt: skip
-_V2 = {
-    "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "max_position_embeddings": 2048, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
-}  # fmt: skip
-_V3 = _V2 | {
-    "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "max_position_embeddings": 4096, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
-}  # fmt: skip
-_GLM = _V3 | {
-    "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
-    "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
-    "n_routed_experts": 64, "moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
-    "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
-}  # fmt: skip
-_MINICPM = {
-    "vocab_size": 73448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40,
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "kv_lora_rank": 256, "q_lora_rank": 768,
-    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-}  # fmt: skip
-_YOUTU = {
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "kv_lora_rank": 512, "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
 FAMILIES = (
-    Family("deepseek_v2", ("DeepseekV2ForCausalLM", "DeepseekV2Model"), _MOE, read_v2, _V2),
-    Family("deepseek_v3", ("DeepseekV3ForCausalLM", "DeepseekV3Model"), (*_MOE, "norm_topk_prob", "rope_interleave", "num_mtp_layers"), read_v3, _V3),
+    Family("deepseek_v2", ("DeepseekV2ForCausalLM", "DeepseekV2Model"), _MOE, read_v2),
+    Family("deepseek_v3", ("DeepseekV3ForCausalLM", "DeepseekV3Model"), (*_MOE, "norm_topk_prob", "rope_interleave", "num_mtp_layers"),
+           read_v3, {"routed_scaling_factor": 2.5}),
     Family("glm4_moe_lite", ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"), (*_MOE, "norm_topk_prob", "rope_interleave", "mlp_layer_types"),
-           read_glm, _GLM),
+           read_glm, {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1}),
     Family("minicpm3", ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
-           (*_LATENT, "scale_emb", "scale_depth", "dim_model_base", "mlp_bias", "pretraining_tp"), read_minicpm, _MINICPM),
+           (*_LATENT, "scale_emb", "scale_depth", "dim_model_base", "mlp_bias", "pretraining_tp"), read_minicpm,
+           {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     Family("youtu", ("YoutuForCausalLM", "YoutuModel"), (*_LATENT, "rope_interleave", "embedding_initializer_range"),
-           read_youtu, _YOUTU),
+           read_youtu, {"tie_word_embeddings": True}),
 )  # fmt: skip
