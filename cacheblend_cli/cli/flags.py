@@ -30,6 +30,7 @@ _REPLACED = {
     "--decode-url": "--decoder vllm:URL",
     "--decode-key": "the variable VLLM_API_KEY",
     "--hand-over": "--decoder vllm:URL,DIRECTORY",
+    "--revision": "ID@REVISION",
 }
 _IN_PROCESS = "leave it out: GGUF files are decoded here, as fast as by llama.cpp"
 _REMOVED = {

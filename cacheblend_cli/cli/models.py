@@ -62,8 +62,7 @@ def ls(
 
 @app.command("pull")
 def pull(
-    model: str = Argument(help="ID or ID:FILE.gguf; @REVISION may follow ID."),
-    revision: str | None = Option(None, help="A branch, a tag or a commit."),
+    model: str = Argument(help="ID or ID:FILE.gguf; @REVISION (a branch, a tag or a commit) may follow ID."),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -79,7 +78,7 @@ def pull(
     output = Output(quiet=quiet)
     if quiet or not output.animated:
         disable_progress_bars()
-    name = HubName.parse(model).at(revision)
+    name = HubName.parse(model)
     output.note(f"downloading {name.text}")
     path = fetch(name)
     size = _size(path)

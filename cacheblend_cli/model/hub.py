@@ -31,12 +31,6 @@ class HubName:
             raise _no_id(text)
         return cls(text, match["id"], match["revision"], match["file"])
 
-    def at(self, revision: str | None) -> HubName:
-        """Return the same model at another revision; None: unchanged."""
-        if revision is None:
-            return self
-        return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
-
 
 def _no_id(text: str) -> ModelNotFound:
     return ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path")

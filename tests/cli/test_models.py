@@ -59,7 +59,7 @@ def test_a_model_is_pulled(cli: Callable[..., Any], tmp_path: Path, monkeypatch:
     told = cli("models", "pull", "org/m")
     assert (told.code, told.out) == (0, f"{tmp_path}/m\n")
     assert "downloading org/m\n" in told.err
-    record = cli("models", "pull", "org/m:f.gguf", "--revision", "v1", "--json", "-q").records[0]
+    record = cli("models", "pull", "org/m@v1:f.gguf", "--json", "-q").records[0]
     assert record == {"model": "org/m@v1:f.gguf", "path": f"{tmp_path}/m", "bytes": 4}
     assert asked == ["org/m", "org/m@v1:f.gguf"]
     assert cli("models", "pull", "a:b").code == 3
