@@ -85,7 +85,8 @@ class LocalEngine:
             from cacheblend_cli.cli.tier import share
 
             share(store, resolved.settings, output)
-        read_ahead(resolved.settings)
+        settings = resolved.settings
+        read_ahead(settings.model, settings.dtype, settings.weight_dtype)
         self._store, self.engine = store, options.load_engine(resolved.settings, output)
         self._note = cache(output.note)  # each message once, however many questions
 

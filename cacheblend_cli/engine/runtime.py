@@ -116,7 +116,7 @@ class Runtime(Prompts):
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
             runtime.decoder.kv_scales = runtime.driver.kv_scales(runtime.model, runtime.template.prefix_ids, config)
-        remember(config, runtime.model.files)
+        remember(config.model, config.dtype, config.weight_dtype, runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         for notice in _notices(runtime.model, config):

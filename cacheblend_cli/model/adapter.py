@@ -26,7 +26,7 @@ FREE = (
     "qalora_group_size", "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
 )  # fmt: skip
 """Fields of adapter_config.json with any value."""
-UNSET = (None, False, 0, "", [], {})
+UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -26,26 +26,26 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName:
         """Parse a hub id. Raises ModelNotFound for text that cannot be one."""
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
         match = NAME.fullmatch(text)
-        if match is None:
-            raise _no_id(text)
+        try:
+            validate_repo_id(match["id"] if match else text)
+        except HFValidationError as error:
+            raise ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path") from error
+        assert match is not None  # no valid id has a colon
         return cls(text, match["id"], match["revision"], match["file"])
-
-
-def _no_id(text: str) -> ModelNotFound:
-    return ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path")
 
 
 def cached(name: HubName) -> Path | None:
     """Return the directory or GGUF file of a model that is complete in the hub's cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [name.file] if name.file else list(SMALL_FILES)
     try:
         path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=patterns, local_files_only=True))
-    except HFValidationError as error:
-        raise _no_id(name.text) from error
     except LocalEntryNotFoundError:
         return None
     if name.file:
@@ -55,12 +55,10 @@ def cached(name: HubName) -> Path | None:
 
 def fetch(name: HubName) -> Path:
     """Fetch missing files, after refusing unsupported models. Raises ModelNotFound, UsageError."""
-    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.errors import HTTPError
 
     try:
         return _fetch_gguf(name) if name.file else _fetch_checkpoint(name)
-    except HFValidationError as error:
-        raise _no_id(name.text) from error
     except (HTTPError, OSError) as error:
         raise _explained(name, error) from error
 
