@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from typer import Option
@@ -10,7 +11,7 @@ from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.config import read_document, write_text
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import format_size
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import ModelNotFound, UsageError
 from cacheblend_cli.settings import FILE
 
 
@@ -30,15 +31,17 @@ def init(
     """
     from tomlkit import dumps
 
-    from cacheblend_cli.model.locate import check_on_disk, is_complete
+    from cacheblend_cli.model.locate import check_on_disk
     from cacheblend_cli.model.recommend import CANDIDATES, detect, recommend
 
     output, machine = Output(quiet=quiet), detect()
     best = recommend(machine)
     if model is not None:
         check_on_disk(model)
-    elif is_complete(best.name):
-        model = best.name
+    else:
+        with suppress(ModelNotFound, UsageError):
+            check_on_disk(best.name)
+            model = best.name
     file, write = Path.cwd() / FILE, model is not None and not dry_run
     document = read_document(file)
     if write:

@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
-from cacheblend_cli.server.api_errors import ApiError
-from cacheblend_cli.server.model_names import is_named, tagged
+from cacheblend_cli.server.model_names import check_model, tagged
 from cacheblend_cli.server.server_state import ServerState
 
 _FOREVER = "2318-01-01T00:00:00Z"
@@ -19,12 +18,6 @@ def timestamp(seconds: float | None = None) -> str:
     """Return an RFC 3339 time in UTC, by default the current one."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def check(state: ServerState, name: str) -> None:
-    """Raises ApiError if the name is not that of the language model."""
-    if not is_named(state.model, name):
-        raise ApiError(404, f"model {name[:80]!r} not found", param="model", code="model_not_found")
 
 
 def running_models(state: ServerState) -> list[dict[str, Any]]:
@@ -45,7 +38,7 @@ def running_models(state: ServerState) -> list[dict[str, Any]]:
 
 def show(state: ServerState, name: str) -> dict[str, Any]:
     """Describe the language model. Raises ApiError for another name."""
-    check(state, name)
+    check_model(state.model, name)
     model, engine, sampling = language_model(state), state.engine, state.sampling
     spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {

@@ -18,6 +18,7 @@ from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.bodies import AskBody, Message, parse
 from cacheblend_cli.server.embedding_routes import check_embedding_model, embed_texts
 from cacheblend_cli.server.http import JSON, LINES, any_body, tenant_of, unless_disconnected
+from cacheblend_cli.server.model_names import check_model
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
@@ -177,7 +178,7 @@ async def embed_one(request: Request, state: ServerState) -> Response:
 async def _answer(request: Request, state: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
     """Answer the messages. Without messages, report that the model is loaded."""
     if not state.any_model:
-        models.check(state, body.model)
+        check_model(state.model, body.model)
     ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), state.engine.model.tokenizer
     report = AnswerReport(tokenizer, state.public)
     if not messages:
