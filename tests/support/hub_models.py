@@ -332,7 +332,7 @@ REFUSED = [
     HubModel("smollm3 as llama", SmolLM3Config, {"no_rope_layers": [1, 0, 1]},
              {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, refused="no_rope_layer"),
     config_fault("ministral 4", "unknown model_type 'ministral4'", model_type="ministral4"),
-    config_fault("neither type nor class", "no model_type", model_type=DROP, architectures=DROP),
+    config_fault("no type", "unknown model_type None", model_type=DROP),
     config_fault("classifier", "unknown architecture LlamaForSequenceClassification",
                  architectures=["LlamaForSequenceClassification"]),
     config_fault("two families", "unknown architecture MistralForCausalLM of model_type 'llama'",

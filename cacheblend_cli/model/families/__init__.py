@@ -105,11 +105,6 @@ def family_of(config: dict[str, Any]) -> Family:
     """Return the family of a config by `model_type`, as transformers' AutoModel does. `architectures` must agree."""
     model_type, names = config.get("model_type"), _architectures(config)
     known = f"known: model_type {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
-    if model_type is None:
-        family = next((f for f in FAMILIES.values() if set(names) & set(f.architectures)), None)
-        if family is None:
-            raise UsageError(f"config.json has no model_type, and the architecture {_named(names)} is unknown", known)
-        return family
     if model_type == "mistral" and "layer_types" in config:
         model_type = "ministral"  # as in transformers' AutoConfig
     if not isinstance(model_type, str) or model_type not in FAMILIES:
