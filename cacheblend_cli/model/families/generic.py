@@ -58,7 +58,8 @@ def generic_spec(config: dict[str, Any], named: list[str]) -> ModelSpec | None:
         raise not_generic(model_type, f"its layers choose which keys they see ({choosing[0]} in its config)")
     if values.get("kv_lora_rank"):
         raise not_generic(model_type, "it keeps K and V as a latent vector (MLA)")
-    others = sorted({str(kind) for kind in values.get("layer_types") or ()} - LAYER_TYPES.keys())
+    kinds = values.get("layer_types")
+    others = sorted(set(map(str, kinds)) - LAYER_TYPES.keys()) if isinstance(kinds, list) else []
     if model_type not in HYBRIDS and others:
         raise not_generic(model_type, f"some of its layers are not attention ({others[0]})")
     if model_type not in HYBRIDS and not getattr(transformers, architecture)._supports_attention_backend:
