@@ -31,7 +31,6 @@ import hub_models
 from parity import Parity, compare, write_documents
 
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS
-from cacheblend_cli.model.families.refusals import UNSUPPORTED
 
 PARITY, PAGE = RESULTS / "models.md", ROOT / "docs" / "models.md"
 SPEEDS = read_result(RESULTS / "model_speed.json")
@@ -43,7 +42,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     table = parity_table()
     fill(PARITY, table=table)
-    fill(PAGE, families=families(table), refused=refused())
+    fill(PAGE, families=families(table))
 
 
 def fill(page: Path, **blocks: str) -> None:
@@ -125,14 +124,6 @@ def _speed_setup() -> str:
 
 def _all(found: dict[str, list[Parity]], name: str) -> list[int]:
     return [getattr(parity, name) for family in found.values() for parity in family]
-
-
-def refused() -> str:
-    """Return a list of the model_types that are refused, by reason."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for model_type, reason in UNSUPPORTED.items():
-        reasons[reason].append(f"`{model_type}`")
-    return "".join(f"- {reason}: {', '.join(sorted(types))}\n" for reason, types in reasons.items())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 from machine import RESULTS, ROOT, hardware, read_result, save
 from machine import table as markdown
 
-FOLDERS = ["tests/store", "tests/cli", "tests/server", "tests/corpus"]
+FOLDERS = ["tests/store", "tests/cli", "tests/server", "tests/corpus", "tests/documents"]
 NOT_COUNTS = ("test", "date", "hardware")
 
 

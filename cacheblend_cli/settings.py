@@ -11,7 +11,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from cacheblend_store.format.blobs import CODECS
 from cacheblend_store.private_files import read_regular
 from platformdirs import user_config_path, user_data_path
 
@@ -25,8 +24,13 @@ _MOST_BYTES = 64 << 10  # of a settings file
 _MOST_DOTS = 512  # in a line: the time for a dotted key is quadratic in its parts
 API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 """Environment variable with the API keys of `serve`. Not a setting, because `config show` would print the secret."""
-KV_DTYPES = ("auto", "exact", *CODECS)
+KV_DTYPES = ("auto", "exact", "float8_e4m3", "int7", "int4")
 """Storage formats of KV: auto (int7), exact (as computed), or a codec."""
+REMOVED_KV_DTYPES = {
+    **dict.fromkeys(("float32", "bfloat16", "float16"), "exact"),
+    **{"int8": "int7", "int6": "int7", "int3": "int4", "float8_e5m2": "float8_e4m3"},
+}
+"""Storage formats of earlier versions -> the one to use."""
 
 
 def _setting(
@@ -69,7 +73,7 @@ class Settings:
     neighbours: int = _setting(3, "Number of similar chunks for --context neighbours.")
     kv_dtype: str = _setting(
         "auto",
-        "Storage format of KV: auto (int7), exact (as computed), float32, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int7, int6, int4, int3.",
+        "Storage format of KV: auto (int7), exact (as computed), float8_e4m3, int7 or int4.",
         shown=False,
         choices=KV_DTYPES,
     )
@@ -512,9 +516,20 @@ def _check_word(name: str, value: str, place: str, shown: str) -> None:
         check_text(value, shown)
     if (choices := _METADATA[name].get("choices")) and value not in choices:
         named = f"{shown} {value!r}" if place in ("flag", "") else f"{name} {value!r} in {place}"
+        if name == "kv_dtype":
+            check_kv_dtype(value, named)
         raise UsageError(f"unknown {named}", f"known: {', '.join(choices)}")
     if name == "tier" and ("@" in value or "?" in value):  # do not print it: others may read the message
         raise UsageError(f"{shown} contains credentials", "name only a bucket and a prefix; credentials: environment")
+
+
+def check_kv_dtype(value: str, named: str = "") -> None:
+    """Raise UsageError for an unknown or removed KV dtype. named: the setting and its value, for the message."""
+    named = named or f"KV dtype {value!r}"
+    if value in REMOVED_KV_DTYPES:
+        raise UsageError(f"{named} was removed", f"use {REMOVED_KV_DTYPES[value]}")
+    if value not in KV_DTYPES:
+        raise UsageError(f"unknown {named}", f"known: {', '.join(KV_DTYPES)}")
 
 
 def _check_bounds(name: str, value: float, place: str, shown: str) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FLOAT8 = 2**-4  # half a step of a number with three bits after the first
 NUM_ROWS = 70
-CODECS = ("bf16", "fp16", "fp8", "e5m2", "int8", "int7", "int6", "int4", "int3")
+CODECS = ("bf16", "fp16", "fp8", "int7", "int4")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,

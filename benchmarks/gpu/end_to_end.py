@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from cacheblend_store.format.codecs import decode_kv, view_kv
+from decoded import read_kv
 from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded
 from gpu.checks import TOLERANCE, rope_reference, row_error
 from gpu.context import Cases, Context, Rows
@@ -107,10 +107,10 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"length": length, "case": name, "seconds": median, "first_run_s": first_s}
     if not isinstance(done, Tensor):
         row["chosen"] = len((done.result if isinstance(done, Prefilled) else done).chosen)
-        kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
+        kv_bytes = done.result.loader.num_bytes if isinstance(done, Prefilled) else 0
         suffix, case = bench.scenario.suffix, name.removesuffix(" in the pool")
         row["expected_s"] = expected_s(bench.model.spec, bench.ceilings, length, suffix, case, kv_bytes)
-        loaders = [one.loader for _, one in found if isinstance(one, Prefilled)] if kv_bytes else []
+        loaders = [one.result.loader for _, one in found if isinstance(one, Prefilled)] if kv_bytes else []
         if loaders:
             row["load_gb_s"] = kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
             row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
@@ -297,13 +297,12 @@ def _loaded_rows(bench: Bench, loaded: Loaded, length: int) -> Iterator[Pair]:
                 assert segment.key is not None
                 manifest = reader.undamaged(segment.key)
                 assert manifest is not None
-                shape = (segment.end - segment.start, spec.num_kv_heads, spec.head_dim)
-                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
+                k, v = read_kv(reader, manifest, layer)
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
                 tables = rope.cos_sin(positions, length)[rope.of_layer[layer]]
                 cache, slots = bench.memory.pool.layers[layer], loaded.sequence.slots(positions)
-                yield cache.k.view(-1, *shape[1:])[slots], rope_reference(k.to(bench.device), *tables)
-                yield cache.v.view(-1, *shape[1:])[slots], v.to(bench.device)
+                yield cache.k.flatten(0, 1)[slots], rope_reference(k.to(bench.device), *tables)
+                yield cache.v.flatten(0, 1)[slots], v.to(bench.device)
 
 
 CHECKS: dict[str, Check] = {

@@ -30,8 +30,14 @@ _REPLACED = {
     "--decode-url": "--decoder vllm:URL",
     "--decode-key": "the variable VLLM_API_KEY",
     "--hand-over": "--decoder vllm:URL,DIRECTORY",
+    "--revision": "ID@REVISION",
 }
-_REMOVED = ("--decode-with", "--decode-model")
+_IN_PROCESS = "leave it out: GGUF files are decoded here, as fast as by llama.cpp"
+_REMOVED = {
+    "--decode-with": _IN_PROCESS,
+    "--decode-model": _IN_PROCESS,
+    "--recheck": "chunks verify checks every stored byte; cacheblend precompute --force computes KV again",
+}
 _NAMES = {
     flag: field.name
     for field in fields(Settings)
@@ -39,15 +45,18 @@ _NAMES = {
 }
 
 
+def removed(flag: str) -> UsageError | None:
+    """Return an error that says what to use instead of a flag of earlier versions; None for other flags."""
+    if flag in _REPLACED:
+        return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
+    return UsageError(f"{flag} was removed", _REMOVED[flag]) if flag in _REMOVED else None
+
+
 def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
     """Return an error that says where to set a setting that is not a flag of this command; None for other flags.
 
     args: of the command line, with the flag and its value.
     """
-    if flag in _REPLACED:
-        return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
-    if flag in _REMOVED:
-        return UsageError(f"{flag} was removed", "leave it out: GGUF files are decoded here, as fast as by llama.cpp")
     if (name := _NAMES.get(flag)) is None:
         return None
     what, command = next((what, command) for names, what, command in _HOMES if name in names)

@@ -13,6 +13,13 @@ from cacheblend_cli.server.passages import MessagePassage
 from cacheblend_cli.server.preprocessing import PreparedRequest
 from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
+_PUBLIC = (
+    "schema_version", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
+    "recompute_fraction", "accepted_tokens", "tokens_per_step", "kv_bytes_loaded", "weak_match", "hits_cut", "hits_repeated",
+    "claims", "prefix_cache_tokens", "verify", "confirm", "layers", "auto",
+)  # fmt: skip
+"""Fields of the answer's report that clients get, if present."""
+
 
 @dataclass(frozen=True)
 class AnswerReport:
@@ -37,28 +44,13 @@ class AnswerReport:
         if self.explain:
             for record, chunk in zip(chunks, answer.chunks, strict=True):
                 record["pieces"] = self._pieces(answer, chunk)
-        timing = {
-            name: value for name, value in reported["timing"].items() if name not in ("process_s", "model_load_s")
-        }
-        names = (
-            "schema_version", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
-            "recompute_fraction", "accepted_tokens", "tokens_per_step", "kv_bytes_loaded", "weak_match", "hits_cut",
-            "hits_repeated",
-        )  # fmt: skip
-        rest: dict[str, Any] = {
-            name: reported[name]
-            for name in ("prefix_cache_tokens", "verify", "confirm", "layers", "auto")
-            if name in reported
-        }
         return {
-            **{name: reported[name] for name in names},
+            **{name: reported[name] for name in _PUBLIC if name in reported},
             "notes": [self.public(note) for note in reported["notes"]],
             "chunks": chunks,
-            "claims": reported["claims"],
-            "timing": timing,
+            "timing": {n: value for n, value in reported["timing"].items() if n not in ("process_s", "model_load_s")},
             "ended": done.ended,
             **({} if self.passages is None else {"passages": [vars(passage) for passage in self.passages]}),
-            **rest,
         }
 
     def _pieces(self, answer: Answer, chunk: ChunkUse) -> list[tuple[str, str]]:
