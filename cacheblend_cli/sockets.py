@@ -12,7 +12,8 @@ from cacheblend_store import private_files
 from cacheblend_store.private_files import InsecurePath, exposed, read_regular
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import IDENTITY, Settings
+from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings.identity import IDENTITY
 from cacheblend_cli.version import __version__
 
 PROTOCOL = 9

@@ -30,6 +30,7 @@ from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.engine.profile import Profile
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
 from cacheblend_cli.evaluation.profile import (
+    P90_OF_MEAN,
     PROMPTS,
     RATIOS,
     TOKENS,
@@ -203,7 +204,7 @@ def profile_of(rows: list[dict[str, Any]]) -> Profile:
     """Return the profile that `models check` makes of these measurements."""
     limits = Settings()
     found = tuple(distance_of(row["ratio"], "regression", row["kl"]) for row in rows)
-    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, limits.kl_p90, found)
+    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, limits.kl_mean * P90_OF_MEAN, found)
 
 
 def page(result: dict[str, Any]) -> str:

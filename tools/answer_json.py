@@ -39,7 +39,7 @@ class Auto(TypedDict):
 
     mode: Literal["blend", "full"]  # decision: blend at `ratio`, or a full prefill
     ratio: float  # share of the reused, inexact tokens that was recomputed
-    floor: float  # lower bound of the ratio (`ratio_floor`)
+    floor: float  # lower bound of the ratio
     predicted_ttft_s: float  # predicted seconds to the first token
     ttft_s: float | None  # measured seconds to the first token
     predicted_full_ttft_s: float  # predicted seconds to the first token of a full prefill

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from typer import Option
@@ -51,7 +51,7 @@ def bench(
             contexts=("sink",),
         )
 
-    blend = replace(BlendParams.of(settings), checks=())  # --ratio decides
+    blend = BlendParams.of(settings)
     asked = grid_with(blend)  # raise errors before torch is imported
     engine = options.load_engine(settings, output)
     from cacheblend_cli.evaluation.bench import bench as measure

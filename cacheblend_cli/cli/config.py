@@ -18,18 +18,9 @@ from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.setting_checks import bad_settings, blamed
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
-from cacheblend_cli.settings import (
-    FILE,
-    PATHS,
-    Resolved,
-    Settings,
-    config_files,
-    parse_setting,
-    project_root,
-    read_settings,
-    resolve,
-    risky_settings,
-)
+from cacheblend_cli.settings import Resolved, Settings, resolve
+from cacheblend_cli.settings.identity import risky_settings
+from cacheblend_cli.settings.sources import FILE, PATHS, config_files, parse_setting, project_root, read_settings
 from cacheblend_cli.text_files import decode_text
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ _MAX_TOKENS = 32
 @options.with_settings(
     "window",
     "neighbours",
-    *grouped("research", but=["gradual"]),
+    *grouped("research"),
     *grouped("prompt", "model", "machine", but=["tensor_parallel"]),
     "kv_dtype",
     "lock_timeout",
@@ -97,7 +97,7 @@ def evaluate(
 
     def grid_with(own: BlendParams) -> list[Setting]:
         return grid(
-            replace(own, mode="blend", ratio=settings.ratio_floor, checks=()),
+            replace(own, mode="blend", ratio=BlendParams.ratio),
             modes=mode or ("blend", "full", "reuse"),
             selectors=selector or (settings.selector,),
             ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import GROUPS, IDENTITY, Settings, grouped
+from cacheblend_cli.settings import GROUPS, Settings, grouped
+from cacheblend_cli.settings.fields import REMOVED
+from cacheblend_cli.settings.identity import IDENTITY
 
 _COMMON = (
-    "top_k", "search", "min_score", "on_weak_match", "on_unsupported", "mode", "ratio", "max_tokens", "reasoning_tokens", "temperature", "top_p",
+    "top_k", "search", "on_weak_match", "on_unsupported", "mode", "ratio", "max_tokens", "reasoning_tokens", "temperature", "top_p",
     *IDENTITY, "salt", "store",
 )  # fmt: skip
 ASK = ("top_k", "collection", "expand", *_COMMON, "selector", "seed")
@@ -19,7 +21,7 @@ _ENGINE = (*grouped("machine", "decoding", "memory", but=IDENTITY), *GROUPS["tie
 SERVE = ("chunk_tokens", *_COMMON, *_ENGINE, *GROUPS["serve"])
 _HOMES = (
     (_ENGINE, "a setting of the engine", "serve"),
-    (grouped("research", but=("gradual",)), "an option for research", "eval"),
+    (GROUPS["research"], "an option for research", "eval"),
     (("context", "max_size", *GROUPS["cutting"]), "a setting of the stored KV", "precompute"),
     (ASK, "a setting", "ask"),
     (tuple(vars(Settings())), "a setting", ""),
@@ -31,7 +33,6 @@ _REPLACED = {
     "--decode-key": "the variable VLLM_API_KEY",
     "--hand-over": "--decoder vllm:URL,DIRECTORY",
 }
-_REMOVED = ("--decode-with", "--decode-model")
 _NAMES = {
     flag: field.name
     for field in fields(Settings)
@@ -46,9 +47,9 @@ def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
     """
     if flag in _REPLACED:
         return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
-    if flag in _REMOVED:
-        return UsageError(f"{flag} was removed", "leave it out: GGUF files are decoded here, as fast as by llama.cpp")
-    if (name := _NAMES.get(flag)) is None:
+    if (name := flag.strip("-").replace("-", "_")) in REMOVED:
+        return UsageError(f"{flag} was removed", REMOVED[name])
+    if (name := _NAMES.get(flag, "")) == "":
         return None
     what, command = next((what, command) for names, what, command in _HOMES if name in names)
     value = _value(name, flag, args)

@@ -13,7 +13,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.named import SMOLLM2
-from cacheblend_cli.settings import FILE
+from cacheblend_cli.settings.sources import FILE
 
 if TYPE_CHECKING:
     from cacheblend_cli.model.recommend import Candidate

@@ -137,7 +137,7 @@ def check(
     quantised weights as they were read here.
 
     Then blending is compared with full prefill on stored chunks at rising ratios, with and without a correction, with
-    general questions or your --questions. The smallest ratio within --kl-mean and --kl-p90, by a margin, is stored for
+    general questions or your --questions. The smallest ratio within --kl-mean, by a margin, is stored for
     this model, dtype, KV codec and prompt; --ratio model, the default, uses it.
     """
     from cacheblend_cli.evaluation.samples import read_samples
@@ -207,15 +207,13 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
         "",
         search=SearchParams.of(replace(settings, on_weak_match="answer", top_k=settings.top_k or NUM_HITS)),
     )
-    ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=()))
+    ask = replace(ask, blend=replace(ask.blend, mode="blend"))
     try:
         store = open_store(settings, write=False)
     except cacheblend_store.StoreNotFound as error:
         raise NotFoundError(error.message, "store documents first: cacheblend precompute FOLDER") from error
     with store, on_interrupt("the ratio was not stored"), output.progress("ratio") as bar:
-        return measure_profile(
-            engine, store, ask, (settings.kl_mean, settings.kl_p90), questions, say=output.note, on_progress=bar
-        )
+        return measure_profile(engine, store, ask, settings.kl_mean, questions, say=output.note, on_progress=bar)
 
 
 @app.command("clear")

@@ -23,7 +23,8 @@ from cacheblend_cli.cli.setting_checks import check_settings, with_origin
 from cacheblend_cli.cli.stores import OF_THE_STORE, with_model_of_store
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError, UsageError
 from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
-from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.settings.identity import IDENTITY
 from cacheblend_cli.types import EVERYTHING, Scope
 
 if TYPE_CHECKING:

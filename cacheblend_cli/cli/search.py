@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.search import SearchResult
 
 
-@options.with_settings(
-    *grouped("search", but=["order", "on_weak_match", "on_unsupported"]), "store", top_k="Number of chunks."
-)
+@options.with_settings(*grouped("search", but=["on_weak_match", "on_unsupported"]), "store", top_k="Number of chunks.")
 def search(
     settings: Settings,
     query: str = Argument(help="Search query."),

@@ -24,7 +24,8 @@ from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
 from cacheblend_cli.model.read_ahead import read_ahead
-from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, Settings
+from cacheblend_cli.settings import Resolved, Settings
+from cacheblend_cli.settings.fields import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore

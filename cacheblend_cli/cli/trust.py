@@ -11,7 +11,8 @@ from cacheblend_cli import trust as record
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import config_files, read_settings, risky_settings
+from cacheblend_cli.settings.identity import risky_settings
+from cacheblend_cli.settings.sources import config_files, read_settings
 
 
 def trust(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cacheblend_cli.settings import FILE
+from cacheblend_cli.settings.sources import FILE
 
 STDIN = "-"
 _STDIN = "//-"

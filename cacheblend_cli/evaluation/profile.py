@@ -24,6 +24,7 @@ from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingPa
 
 RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50)
 CORRECTIONS = ("regression", "none")
+P90_OF_MEAN = 8 / 3
 PROMPTS, LEAST_PROMPTS = 12, 8
 TOKENS = 32  # of full prefill's answer
 TRIES = 16  # maximum chunks tried per prompt
@@ -60,7 +61,7 @@ def measure_profile(
     engine: Engine,
     store: ChunkStore,
     ask: AskRequest,
-    limits: tuple[float, float],
+    kl_mean: float,
     questions: Sequence[str] = (),
     *,
     say: Callable[[str], None] = lambda text: None,
@@ -69,11 +70,11 @@ def measure_profile(
     """Measure rising ratios, each with and without a correction, until mean and 90th percentile of the KL are within
     the limits. Stores nothing.
 
-    ask: search parameters and blending, except for the ratio. questions: questions to use instead of general ones. say:
-    called with the maximum duration. Raises NotFoundError for too few prompts.
+    ask: search parameters and blending, except for the ratio. kl_mean: limit of the mean; that of the 90th percentile
+    is P90_OF_MEAN times as high. questions: questions to use instead of general ones. say: called with the maximum
+    duration. Raises NotFoundError for too few prompts.
     """
     check_blends(engine)
-    kl_mean, kl_p90 = limits
     asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
     requests = list(usable(engine, asked, len(questions) or PROMPTS))
     if len(requests) < LEAST_PROMPTS:
@@ -102,7 +103,7 @@ def measure_profile(
                 kl.append(distance(engine, replace(request, blend=blend), answer))
                 on_progress(len(requests) * (1 + len(found)) + len(kl), steps, f"ratio {ratio:g}, {correction}")
             found.append(distance_of(ratio, correction, kl))
-        profile = Profile(under, len(requests), kl_mean, kl_p90, tuple(found))
+        profile = Profile(under, len(requests), kl_mean, kl_mean * P90_OF_MEAN, tuple(found))
         if profile.choice is not None:
             break
     return profile

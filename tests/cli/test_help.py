@@ -52,10 +52,10 @@ def test_a_command_has_few_options(cli: Cli, command: str, most: int, most_shown
         ("chat --threads=2", "a setting of the engine", "config set threads 2, or cacheblend serve --threads 2"),
         ("search q --eager", "a setting of the engine", "config set eager true, or cacheblend serve --eager"),
         ("ask q --tier s3://id:secret@b", "a setting of the engine", "config set tier VALUE, or cacheblend serve --tier VALUE"),
-        ("ask --block 8 q", "an option for research", "config set block 8, or cacheblend eval --block 8"),
+        ("ask --check-layer 2 q", "an option for research", "config set check_layer 2, or cacheblend eval --check-layer 2"),
         ("chat --context sink", "a setting of the stored KV", "config set context sink, or cacheblend precompute --context sink"),
         ("serve --seed 1", "a setting", "config set seed 1, or cacheblend ask --seed 1"),
-        ("ask q --min-p", "a setting", "config set min_p VALUE"),
+        ("ask q --repetition-penalty", "a setting", "config set repetition_penalty VALUE"),
         ("ask q --no-stop-repetition", "a setting", "config set stop_repetition false"),
     ],
 )  # fmt: skip

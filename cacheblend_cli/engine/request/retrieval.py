@@ -112,7 +112,7 @@ def retrieve(
 
         source_of = {hit.key: hit.source for hit in found.hits}
         documents = from_beginning(collection, stored, documents, source_of, room, notes)
-    elif lookup.order == "exact":
+    else:
         documents = exact_first(collection, stored, documents)
     keys = [key for keys in documents for key in keys]
     exact = exact_where_stored(collection, stored, keys)
