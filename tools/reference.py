@@ -1,7 +1,7 @@
 """Write the generated pages of docs/: `python -m tools.reference`, `--check` to compare.
 
-From --help: reference.md and the manual page. From settings/fields.py: settings.md. From the types of an answer: json.md and
-ask.schema.json.
+From --help: reference.md and the manual page. From settings/fields.py: settings.md. From the types of an answer:
+json.md and ask.schema.json.
 """
 
 from __future__ import annotations
