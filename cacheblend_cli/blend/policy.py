@@ -95,7 +95,7 @@ def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile
         )
     elif selector.needs_check_layer and wrong:
         raise UsageError(
-            f"check layer {wrong[0]} is not among layers 1 to {num_layers - 1}",
+            f"--check-layer {wrong[0]} is not among layers 1 to {num_layers - 1}",
             "layer 0 has no deviation: its K and V depend on the token alone",
         )
     return BlendPolicy(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from typer.core import TyperCommand, TyperOption
@@ -15,9 +14,10 @@ PANELS = (
 """Panels (`rich_help_panel`) in display order. Only --help-all shows the options in them."""
 HELP_ALL = "cacheblend.help_all"
 """Key of a context's `meta` that makes its help show the panels."""
+_CONFIRM_MARKED = ("--confirm\0marked", "--confirm=marked")
+"""Forms of `--on-unsupported confirm`. Typer has no option with an optional value, and a question may follow --confirm."""
 _COLUMN = 26  # width of the flags; the help of a longer one starts on the next line
 _KINDS = {"<str>": "TEXT", "<int>": "N", "<int range>": "N", "<float>": "X", "<float range>": "X", "<path>": "PATH"}
-_DEFAULT = re.compile(r"\s*\[default: \(?(.*?)\)?\]$")
 
 
 class Command(TyperCommand):
@@ -40,11 +40,12 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises UsageError if a setting is not a flag of this command."""
-        if "marked" in args[1:] and args[at := args.index("marked", 1) - 1] == "--confirm":
-            args[at : at + 2] = ["--on-unsupported", "confirm"]  # --confirm takes no value, a question may follow it
-        given = list(args)  # the parser empties it
+        text = "\0".join(("", *args, ""))
+        for marked in _CONFIRM_MARKED:
+            text = text.replace(f"\0{marked}\0", "\0--on-unsupported\0confirm\0")
+        given = text.split("\0")[1:-1]
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, list(given))  # it empties the list
         except Exception as error:
             known = elsewhere(getattr(error, "option_name", ""), given)
             if known is not None and hasattr(error, "possibilities"):
@@ -56,7 +57,9 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 is_argument = parameter.param_type_name == "argument"
-                sections["Arguments" if is_argument else _panel(parameter) or "Options"].append(_short(record))
+                sections["Arguments" if is_argument else _panel(parameter) or "Options"].append(
+                    _short(parameter, record)
+                )
         for name, records in sections.items():
             if records and (name not in PANELS or ctx.meta.get(HELP_ALL)):
                 with formatter.section(name):
@@ -74,8 +77,10 @@ def _panel(parameter: Any) -> str | None:
     return getattr(parameter, "rich_help_panel", None)
 
 
-def _short(record: tuple[str, str]) -> tuple[str, str]:
+def _short(parameter: Any, record: tuple[str, str]) -> tuple[str, str]:
     flag, text = record
     for long, short in _KINDS.items():
         flag = flag.replace(long, short)
-    return flag, _DEFAULT.sub(r" [\1]", text)
+    if isinstance(default := parameter.show_default, str):
+        text = text.replace(f"({default})", default)
+    return flag, text.replace("  [default: ", " [")

@@ -85,7 +85,7 @@ def test_check_layers_and_probe_layers_are_of_the_model() -> None:
         BlendParams(checks=((4, 0.3), (1, 0.1)))
     with pytest.raises(UsageError):
         policy_of(BlendParams(selector="query", probe_layers=(2, 9)), 4, True)
-    with pytest.raises(UsageError, match="check layer 0 "):
+    with pytest.raises(UsageError, match="--check-layer 0 "):
         policy_of(BlendParams(selector="hkvd", checks=((0, 0.3), (2, 0.1))), 4, True)
     assert policy_of(BlendParams(selector="query"), 28, True).probe_layers == tuple(range(9, 23))
     assert policy_of(BlendParams(selector="query"), 1, True).probe_layers == (0,)

@@ -71,6 +71,12 @@ def test_settings_can_be_set_where_a_moved_flag_says(cli: Cli) -> None:
         assert not instead or flag in cli(instead[0], "--help-all").out, name
 
 
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_a_default_in_words_has_its_brackets(cli: Cli, command: str) -> None:
+    text = cli(command, "--help-all").out
+    assert [text.count(c) for c in "(["] == [text.count(c) for c in ")]"]
+
+
 def test_help_and_version_are_words_too(cli: Cli) -> None:
     for words, flags in (
         (["help"], ["--help"]),
