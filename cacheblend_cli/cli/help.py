@@ -15,7 +15,7 @@ PANELS = (
 HELP_ALL = "cacheblend.help_all"
 """Key of a context's `meta` that makes its help show the panels."""
 _CONFIRM_MARKED = ("--confirm\0marked", "--confirm=marked")
-"""Forms of `--on-unsupported confirm`. Typer has no option with an optional value, and a question may follow --confirm."""
+"""Forms of --on-unsupported confirm. Typer has no options with an optional value, and a question may follow."""
 _COLUMN = 26  # width of the flags; the help of a longer one starts on the next line
 _KINDS = {"<str>": "TEXT", "<int>": "N", "<int range>": "N", "<float>": "X", "<float range>": "X", "<path>": "PATH"}
 
