@@ -31,25 +31,25 @@ from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
 
 
-class _AnswerRecord(Struct, frozen=True):
+class AnswerRecord(Struct, frozen=True):
     """Question and named chunks of an answer's record."""
 
-    question: str
-    asked_chunks: tuple[str, ...] | None = None
+    question: str  # with --batch: the question
+    asked_chunks: tuple[str, ...] | None = None  # with --batch: chunks that the question names
 
 
-class AnswerFile(JsonLines[_AnswerRecord]):
+class AnswerFile(JsonLines[AnswerRecord]):
     """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        super().__init__(path, lambda record: convert(record, _AnswerRecord), '{"question": "', "an answer of a batch")
+        super().__init__(path, lambda record: convert(record, AnswerRecord), '{"question": "', "an answer of a batch")
 
     def remaining(self, questions: Sequence[QuestionInput], output: Output) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self.rows), []
         for item in questions:
-            key = _AnswerRecord(item.question, item.chunks)
+            key = AnswerRecord(item.question, item.chunks)
             if answered[key] > 0:
                 answered[key] -= 1
             else:

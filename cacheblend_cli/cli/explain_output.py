@@ -60,7 +60,7 @@ def layer_lines(answer: Answer) -> list[str]:
             some = f"all {doubtful}" if first.fresh == doubtful else f"{first.fresh} of the {doubtful}"
             again = f"{some} inexact cached tokens, and " if first.fresh else ""
             what = f"{again}{first.rows - first.fresh} tokens that are not cached"
-        if first.status.name == "CHECK":
+        if first.status == "CHECK":
             kept = after[0].fresh if after else answer.recomputed_tokens
             what += f"; the {kept} with the largest deviation from the store go on"
         lines.append(f"{name} {verb} {what}")

@@ -77,12 +77,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and
-    temperature."""
+    """A token's log-probability, before penalties and temperature."""
 
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    id: int  # token id
+    logprob: float  # natural logarithm of its probability
+    top: tuple[tuple[int, float], ...] = ()  # likeliest tokens: [id, logprob]
 
 
 MODEL_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
