@@ -27,11 +27,13 @@ _HOMES = (
     (tuple(vars(Settings())), "a setting", ""),
 )
 """(settings, what they are, command with their flags); the first match counts."""
-_REPLACED = {
-    "--ray": "--collector ray:ADDRESS",
-    "--decode-url": "--decoder vllm:URL",
-    "--decode-key": "the variable VLLM_API_KEY",
-    "--hand-over": "--decoder vllm:URL,DIRECTORY",
+_REMOVED = {
+    "--ray": "use --collector ray:ADDRESS (docs/extending.md)",
+    "--decode-url": "use --decoder vllm:URL (docs/extending.md)",
+    "--decode-key": "use the variable VLLM_API_KEY (docs/extending.md)",
+    "--hand-over": "use --decoder vllm:URL,DIRECTORY (docs/extending.md)",
+    "--recheck": "chunks verify checks every stored byte; cacheblend precompute --force computes KV again",
+    **{f"--{name.replace('_', '-')}": instead for name, instead in REMOVED.items()},
 }
 _NAMES = {
     flag: field.name
@@ -40,16 +42,17 @@ _NAMES = {
 }
 
 
+def removed(flag: str) -> UsageError | None:
+    """Return an error that says what to use instead of a flag of earlier versions; None for other flags."""
+    return UsageError(f"{flag} was removed", _REMOVED[flag]) if flag in _REMOVED else None
+
+
 def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
     """Return an error that says where to set a setting that is not a flag of this command; None for other flags.
 
     args: of the command line, with the flag and its value.
     """
-    if flag in _REPLACED:
-        return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
-    if (name := flag.strip("-").replace("-", "_")) in REMOVED:
-        return UsageError(f"{flag} was removed", REMOVED[name])
-    if (name := _NAMES.get(flag, "")) == "":
+    if (name := _NAMES.get(flag)) is None:
         return None
     what, command = next((what, command) for names, what, command in _HOMES if name in names)
     value = _value(name, flag, args)

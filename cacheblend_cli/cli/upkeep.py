@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from cacheblend_cli.cli.units import counted, format_size, parse_age, parse_size
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.corpus.scopes import roots_in
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import Settings, grouped
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import Amount, ChunkStore, SalvageReport
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_store.upkeep.stats import StoreStats
     from cacheblend_store.upkeep.verify import VerifyReport
 
-    from cacheblend_cli.collect.recheck import RecheckReport
-
-_OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
+_OF_A_CHUNK = ("manifest", "blob", "stray-blob")
 
 
 @options.with_settings("store", "tier", "tier_key_file")
@@ -111,11 +109,10 @@ def _by_source(store: ChunkStore) -> dict[str, Amount]:
     return shares
 
 
-@options.with_settings(*grouped("model", "machine", "prompt", "tenant"), "store", "lock_timeout")
+@options.with_settings("store", "lock_timeout")
 def verify(
     settings: Settings,
     repair: bool = Option(False, "--repair", help="Remove damaged records; they are computed again when needed."),
-    recheck: int = Option(0, min=0, help="Also recompute this many random chunks with the model, and compare."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -128,23 +125,18 @@ def verify(
     """
     output = Output(quiet=quiet)
     rebuilt = _rebuild(settings, output) if repair else None
-    with open_store(settings, write=repair, create=False) as kv_store:
-        with output.progress("verify") as bar:
-            report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
-        checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
-    done, findings = report.repaired, [(f.kind, f.message, f.key) for f in report.findings]
-    if checked is not None:
-        done += checked.replaced
-        findings += [("recheck", m.message, m.key) for m in checked.mismatches]
+    with open_store(settings, write=repair, create=False) as kv_store, output.progress("verify") as bar:
+        report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
+    done, findings = report.repaired, report.findings
     left = len(findings) - done
     if json:
-        found = [{"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in findings]
-        rechecked = {"rechecked": checked.checked, "foreign": checked.foreign} if checked else {}
+        found = [{"kind": f.kind, "message": f.message, "id": f.key.hex() or None} for f in findings]
         facts = {"rebuilt": rebuilt and vars(rebuilt), "repaired": done, "ok": not left}
-        output.json({**vars(report), "findings": found, **rechecked, **facts})
+        output.json({**vars(report), "findings": found, **facts})
     else:
-        _show_findings(findings, report, output)
-    _note_rest(checked, rebuilt, output)
+        _show_findings(report, output)
+    if rebuilt is not None:
+        _note_rebuilt(rebuilt, output)
     if not findings:
         output.note("no damage found")
     elif done:
@@ -156,14 +148,14 @@ def verify(
         raise typer.Exit(int(ExitCode.STORE))
 
 
-def _show_findings(findings: Sequence[tuple[str, str, bytes]], report: VerifyReport, output: Output) -> None:
-    """Show findings (kind, message, key) and what was checked; with --quiet the ids of damaged chunks."""
+def _show_findings(report: VerifyReport, output: Output) -> None:
+    """Show findings and what was checked; with --quiet the ids of damaged chunks."""
     if output.quiet:
-        for key in dict.fromkeys(key for kind, _, key in findings if kind in _OF_A_CHUNK):
+        for key in dict.fromkeys(f.key for f in report.findings if f.kind in _OF_A_CHUNK):
             output.text(key.hex())
         return
-    for kind, message, _ in findings:
-        output.line(f"{kind}: {message}")
+    for finding in report.findings:
+        output.line(f"{finding.kind}: {finding.message}")
     output.note(
         f"{counted(report.chunks, 'chunk')}, {counted(report.blobs, 'blob')}, {format_size(report.bytes)} checked"
     )
@@ -173,17 +165,12 @@ def _show_findings(findings: Sequence[tuple[str, str, bytes]], report: VerifyRep
         output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
 
 
-def _note_rest(checked: RecheckReport | None, rebuilt: SalvageReport | None, output: Output) -> None:
-    if checked is not None:
-        output.note(f"{counted(checked.checked, 'chunk')} recomputed, {len(checked.mismatches)} differ")
-        if checked.foreign:
-            output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
-    if rebuilt is not None:
-        output.note(
-            f"the store was rebuilt from readable records: {rebuilt.chunks} chunks; cacheblend precompute restores the others"
-        )
-        if rebuilt.sources:
-            output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
+def _note_rebuilt(rebuilt: SalvageReport, output: Output) -> None:
+    output.note(
+        f"the store was rebuilt from readable records: {rebuilt.chunks} chunks; cacheblend precompute restores the others"
+    )
+    if rebuilt.sources:
+        output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
 
 
 def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
@@ -200,14 +187,6 @@ def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
                 force=settings.force_store,
             )
     return None
-
-
-def _recheck(settings: Settings, output: Output, store: ChunkStore, count: int, repair: bool) -> RecheckReport:
-    engine = options.load_engine(settings, output)
-    with output.progress("recheck") as bar:
-        return engine.recheck(
-            store, count, repair=repair, salt=settings.salt, progress=lambda done, total: bar(done, total, "chunks")
-        )
 
 
 @options.with_settings("store", "lock_timeout", "tier_key_file")

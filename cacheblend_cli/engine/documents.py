@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.difference import Difference
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.collect.precompute import PrecomputeOptions
-    from cacheblend_cli.collect.recheck import RecheckReport
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.collect.texts import AddedDocument, Putting
     from cacheblend_cli.corpus.documents import Document
@@ -68,20 +67,6 @@ class Documents(EngineThread):
         from cacheblend_cli.collect.settings import SourceSettings
 
         return SourceSettings(self.runtime.collection(salt), store).paths
-
-    def recheck(
-        self,
-        store: ChunkStore,
-        count: int,
-        *,
-        repair: bool = False,
-        salt: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> RecheckReport:
-        """Compute `count` random chunks of this model again and compare them with the store."""
-        from cacheblend_cli.collect.recheck import recheck
-
-        return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
 
     def put(
         self,

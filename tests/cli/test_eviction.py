@@ -62,12 +62,6 @@ def test_what_a_question_computes_evicts_nothing_the_question_uses(cli: Cli, sto
     assert {name for name, state in kv(cli).items() if state == "stored"} == {stored[0]}
 
 
-def test_recheck_passes_over_what_has_no_kv(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    evict(tmp_path / "store", stored[0])
-    [report] = cli("chunks", "verify", "--recheck", "100", "--json").records
-    assert (report["rechecked"], report["without_kv"], report["ok"]) == (len(stored), 1, True)
-
-
 def test_prune_frees_kv_and_says_so(cli: Cli, stored: list[str]) -> None:
     would = cli("chunks", "prune", "--to-size", "0", "--dry-run")
     assert f"{len(stored) + 1} chunks" in would.err

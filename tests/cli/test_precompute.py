@@ -22,6 +22,11 @@ from cacheblend_cli.engine.engine import Engine
 Cli = Callable[..., Any]
 
 
+def digests(path: Path) -> dict[str, tuple[bytes, ...]]:
+    with ChunkStore.open(path) as store:
+        return {m.id: m.blob_digests for m in store.chunks()}
+
+
 def test_precompute_reports_chunks_and_does_only_what_changed(cli: Cli, docs: Path) -> None:
     first = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
     assert {r["status"] for r in first} == {"new"}
@@ -37,14 +42,14 @@ def test_precompute_reports_chunks_and_does_only_what_changed(cli: Cli, docs: Pa
 
 
 def test_force_computes_again_what_no_digest_finds_wrong(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    before = digests(tmp_path / "store")
     forge(tmp_path / "store", stored[1])
     arguments = ("precompute", "docs", "--chunk-tokens", "40", "--json")
     assert {r["status"] for r in cli(*arguments).records} == {"unchanged"}
-    assert cli("chunks", "verify", "--recheck", "100").code == 4
     again = cli(*arguments, "--force").records
     assert [r["id"] for r in again if r["status"] == "replaced"] == [stored[1]]
     assert {r["status"] for r in again} == {"replaced", "unchanged"}  # the same bytes again are no replacement
-    assert cli("chunks", "verify", "--recheck", "100").code == 0
+    assert digests(tmp_path / "store") == before
 
 
 def test_progress_goes_by_what_is_read_and_then_by_tokens(docs: Path, model: Path, tmp_path: Path) -> None:

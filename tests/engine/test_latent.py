@@ -11,6 +11,7 @@ from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_store import ChunkStore
 from cacheblend_store.upkeep.verify import verify
 from checkpoints import WORDS, write_checkpoint
+from computed_again import differing_chunks
 from engine_driver import CoreDriver, ids_of, open_stored_engine
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -79,8 +80,7 @@ def test_what_is_stored_is_what_a_dry_run_says(folder: Path, tmp_path: Path, cod
         if codec == "float32":
             headers = 256 * LAYERS * len(chunks)
             assert 0 < said - 4 * (RANK + ROPE) * LAYERS * sum(c.num_tokens for c in chunks) < headers
-        found = engine.recheck(store, count=9)
-        assert (found.checked, found.mismatches) == (len(chunks) + 1, [])
+        assert not differing_chunks(engine.collection(store), store)
         assert ask(engine, store, ratio=0.3).kv_bytes_loaded > 0
         assert verify(store).ok
 
