@@ -26,7 +26,7 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
     """Check versions, store, device and model. Exits with the code of the first failed check."""
     from cacheblend_store import StoreCorrupt
 
-    output, settings = Output(), resolved.settings
+    output, settings = Output(json=json), resolved.settings
     facts: dict[str, Any] = {}
     errors: list[Exception] = []
     # those that need no torch first: each is shown when it is known
@@ -37,7 +37,7 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         try:
             facts[name] = check(settings)
             if name == "model":
-                options.note_model(resolved, output, json=json)
+                options.note_model(resolved, output)
         except Exception as error:
             shown = with_origin(error, resolved) if isinstance(error, ModelNotFound) else error
             errors.append(shown)

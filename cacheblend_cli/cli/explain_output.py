@@ -21,10 +21,8 @@ _MARKS = {
 
 def show_explanation(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
     """Show the origin of each chunk's KV in prompt order, its share of attention, the work of layers, and tokens."""
-    described = [_describe_chunk(chunk) for chunk in answer.chunks]
-    width = max(map(len, described), default=0)
-    for chunk, words in zip(answer.chunks, described, strict=True):
-        output.note(f"chunk {chunk.id[:12]}  {words:<{width}}  {chunk.source}")
+    for line in chunk_lines(answer):
+        output.note(line)
     if answer.mode == "blend" or answer.ratio_from != "given":
         output.note(f"ratio {answer.ratio:g}, {answer.ratio_from}")
     for line in layer_lines(answer):
@@ -32,6 +30,13 @@ def show_explanation(answer: Answer, tokens: Sequence[Sequence[TokenUse]], outpu
     if answer.auto:
         _explain_auto(answer.auto, answer, output)
     _show_tokens(answer, tokens, output)
+
+
+def chunk_lines(answer: Answer) -> list[str]:
+    """Describe the origin of each chunk's KV, in prompt order."""
+    described = [_describe_chunk(chunk) for chunk in answer.chunks]
+    width = max(map(len, described), default=0)
+    return [f"chunk {c.id[:12]}  {text:<{width}}  {c.source}" for c, text in zip(answer.chunks, described, strict=True)]
 
 
 def _describe_chunk(chunk: ChunkUse) -> str:

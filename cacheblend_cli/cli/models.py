@@ -142,7 +142,7 @@ def check(
     """
     from cacheblend_cli.evaluation.samples import read_samples
 
-    output, settings = Output(quiet=quiet), replace(resolved.settings, model=model)
+    output, settings = Output(json=json, quiet=quiet), replace(resolved.settings, model=model)
     resolved = replace(resolved, settings=settings)
     asked = [sample.question for sample in read_samples(questions)] if questions is not None else []
     options.engine_config(settings)  # raise errors before torch is imported
@@ -150,7 +150,7 @@ def check(
 
     record: dict[str, Any] = {"model": model}
     if not ratio_only:
-        record |= _check_numbers(settings, output, json=json)
+        record |= _check_numbers(settings, output)
         if not record["passed"]:
             if json:
                 output.json(record)
@@ -176,7 +176,7 @@ def check(
         output.json(record)
 
 
-def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[str, Any]:
+def _check_numbers(settings: Settings, output: Output) -> dict[str, Any]:
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
     from cacheblend_cli.model.tokenizer_probes import text_check
@@ -185,7 +185,7 @@ def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[st
     engine = options.load_engine(replace(settings, dtype=dtype), output)
     documents = text_check(engine.model.tokenizer)
     found = check_model(engine, with_transformers=not is_converted(engine.model.path))
-    if not json:
+    if not output.is_json:
         output.text(
             f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits"
         )
@@ -219,15 +219,13 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
 @app.command("clear")
 def clear(json: options.Json = False) -> None:
     """Remove cached weights: packed, or quantised by --weight-dtype. Models stay."""
-    output, folders = Output(), [user_cache.folder(kind) for kind in (user_cache.PACKED_WEIGHTS, user_cache.QUANTISED)]
+    folders = [user_cache.folder(kind) for kind in (user_cache.PACKED_WEIGHTS, user_cache.QUANTISED)]
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    if json:
-        output.json({"removed": len(files), "bytes": size})
-    else:
-        output.text(f"removed {format_size(size)} of weights from {folders[0].parent}")
+    facts = {"removed": len(files), "bytes": size}
+    Output(json=json).result(facts, f"removed {format_size(size)} of weights from {folders[0].parent}")
 
 
 def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:

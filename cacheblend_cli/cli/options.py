@@ -239,9 +239,9 @@ def model_note(resolved: Resolved) -> str:
     return "" if name else FALLBACK_NOTE
 
 
-def note_model(resolved: Resolved, output: Output, *, json: bool) -> None:
+def note_model(resolved: Resolved, output: Output) -> None:
     """Say which model was chosen without a setting; that of the store once, on a terminal."""
-    note = "" if json else model_note(resolved)
+    note = "" if output.is_json else model_note(resolved)
     if resolved.settings.model and note:
         hint(output, note, note)
     elif note:

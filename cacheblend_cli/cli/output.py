@@ -21,16 +21,17 @@ _LEAST_NOTE = 16  # cells
 
 
 class Output:
-    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar. verbose:
-    show details, too."""
+    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar. is_json:
+    write data as JSON. verbose: show details, too."""
 
     _bar_shown: ClassVar[bool] = False  # the last line is a bar or status, which the next message erases
     _in_line: ClassVar[bool] = False  # the last text on the terminal has not ended its line
 
     def __init__(
-        self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False, verbose: bool = False
-    ) -> None:
-        self.out, self.err, self.quiet, self.verbose = out or sys.stdout, err or sys.stderr, quiet, verbose
+        self, out: TextIO | None = None, err: TextIO | None = None, *, json: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:  # fmt: skip
+        self.out, self.err = out or sys.stdout, err or sys.stderr
+        self.is_json, self.quiet, self.verbose = json, quiet, verbose
         for stream in (self.out, self.err):  # escape characters that the locale cannot encode
             if hasattr(stream, "reconfigure"):
                 with suppress(OSError):  # it flushes what a closed pipe or a full disk has not taken
@@ -55,6 +56,20 @@ class Output:
             line = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in line)
         self.out.write(line + "\n")
         self.out.flush()
+
+    def result(self, record: Any, text: str) -> None:
+        """Write a result to stdout: a JSON object with --json, else a text."""
+        if self.is_json:
+            self.json(record)
+        else:
+            self.text(text)
+
+    def done(self, record: Any, note: str) -> None:
+        """Write what was done: a JSON object to stdout with --json, else a message to stderr unless --quiet."""
+        if self.is_json:
+            self.json(record)
+        else:
+            self.note(note)
 
     def note(self, text: str) -> None:
         """Write a message to stderr unless --quiet."""

@@ -224,7 +224,7 @@ def test_a_narrow_terminal_gets_several_tables_and_loses_nothing(monkeypatch: py
     )  # fmt: skip
     summaries = summarise(Results([FULL, reuse], {"full prefill": [record], "reuse": [ours]}), resamples=10)
     terminal = Terminal()
-    show_scores(summaries, Output(terminal, io.StringIO()), json=False)
+    show_scores(summaries, Output(terminal, io.StringIO()))
     shown = terminal.getvalue()
     assert max(len(line) for line in shown.splitlines()) <= 60
     for cell in ("0.750", "0.250", "45.6 ms", "123.4 ms", "first token"):
