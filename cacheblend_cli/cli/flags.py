@@ -1,10 +1,6 @@
-"""Settings as flags of commands, and where to set the others."""
+"""Settings as flags of commands, and what to use instead of flags that a command does not have."""
 
 from __future__ import annotations
-
-import shlex
-from collections.abc import Sequence
-from dataclasses import fields
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import GROUPS, Settings, grouped
@@ -20,13 +16,13 @@ ASK = ("top_k", "collection", "expand", *_COMMON, "selector", "seed")
 _ENGINE = (*grouped("machine", "decoding", "memory", but=IDENTITY), *GROUPS["tier"], "embeddings", "lock_timeout")
 SERVE = ("chunk_tokens", *_COMMON, *_ENGINE, *GROUPS["serve"])
 _HOMES = (
-    (_ENGINE, "a setting of the engine", "serve"),
-    (GROUPS["research"], "an option for research", "eval"),
-    (("context", "max_size", *GROUPS["cutting"]), "a setting of the stored KV", "precompute"),
-    (ASK, "a setting", "ask"),
-    (tuple(vars(Settings())), "a setting", ""),
+    ("serve", _ENGINE),
+    ("eval", GROUPS["research"]),
+    ("precompute", ("context", "max_size", *GROUPS["cutting"])),
+    ("ask", ASK),
+    ("", tuple(vars(Settings()))),
 )
-"""(settings, what they are, command with their flags); the first match counts."""
+"""(command, settings that are its flags); the first one with a setting counts."""
 _REMOVED = {
     "--ray": "use --collector ray:ADDRESS (docs/extending.md)",
     "--decode-url": "use --decoder vllm:URL (docs/extending.md)",
@@ -35,39 +31,21 @@ _REMOVED = {
     "--recheck": "chunks verify checks every stored byte; cacheblend precompute --force computes KV again",
     **{f"--{name.replace('_', '-')}": instead for name, instead in REMOVED.items()},
 }
-_NAMES = {
-    flag: field.name
-    for field in fields(Settings)
-    for flag in (field.metadata.get("flag") or f"--{field.name.replace('_', '-')}").replace("/", " ").split()
-}
 
 
-def removed(flag: str) -> UsageError | None:
-    """Return an error that says what to use instead of a flag of earlier versions; None for other flags."""
-    return UsageError(f"{flag} was removed", _REMOVED[flag]) if flag in _REMOVED else None
-
-
-def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
-    """Return an error that says where to set a setting that is not a flag of this command; None for other flags.
-
-    args: of the command line, with the flag and its value.
-    """
-    if (name := _NAMES.get(flag)) is None:
+def instead_of(flag: str) -> UsageError | None:
+    """Return an error that says what to use instead of a flag of earlier versions, or where to set a setting that is
+    not a flag of this command; None for other flags."""
+    if flag in _REMOVED:
+        return UsageError(f"{flag} was removed", _REMOVED[flag])
+    name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    command = next((command for command, names in _HOMES if name in names), None)
+    if command is None:
         return None
-    what, command = next((what, command) for names, what, command in _HOMES if name in names)
-    value = _value(name, flag, args)
-    setting = f"cacheblend config set {name} {value}"
-    switch = value in ("true", "false")
-    other = f", or cacheblend {command} {flag}{'' if switch else f' {value}'}" if command else ""
-    return UsageError(f"{flag} is {what}", f"{setting}{other}")
-
-
-def _value(name: str, flag: str, args: Sequence[str]) -> str:
-    """Return the flag's value as a word of a shell command, VALUE if it has none or may be a secret."""
+    value, argument = "VALUE", " VALUE"
     if isinstance(getattr(Settings(), name), bool):
-        return "false" if flag.startswith("--no-") else "true"
-    for word, following in zip(args, [*args[1:], ""], strict=True):
-        given = following if word == flag else word.removeprefix(f"{flag}=") if word.startswith(f"{flag}=") else ""
-        if given and not given.startswith("-") and name != "tier":
-            return shlex.quote(given)
-    return "VALUE"
+        value, argument = "false" if flag.startswith("--no-") else "true", ""
+    other = f", or cacheblend {command} {flag}{argument}" if command else ""
+    return UsageError(
+        f"{flag} is a setting, not a flag of this command", f"cacheblend config set {name} {value}{other}"
+    )

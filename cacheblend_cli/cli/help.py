@@ -6,8 +6,6 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
-from cacheblend_cli.cli.flags import elsewhere
-
 PANELS = (
     "Finding chunks", "Reading documents", "The answer", "The prompt", "This machine and the store", "Blending, for research",
 )  # fmt: skip
@@ -39,18 +37,10 @@ class Command(TyperCommand):
         return found
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises UsageError if a setting is not a flag of this command."""
         text = "\0".join(("", *args, ""))
         for marked in _CONFIRM_MARKED:
             text = text.replace(f"\0{marked}\0", "\0--on-unsupported\0confirm\0")
-        given = text.split("\0")[1:-1]
-        try:
-            return super().parse_args(ctx, list(given))  # it empties the list
-        except Exception as error:
-            known = elsewhere(getattr(error, "option_name", ""), given)
-            if known is not None and hasattr(error, "possibilities"):
-                raise known from error
-            raise
+        return super().parse_args(ctx, text.split("\0")[1:-1])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}

@@ -147,8 +147,11 @@ def _flag(name: str, help_text: str | None) -> Any:
     """Return the annotation of a setting's flag. A value of None means that the flag was not given."""
     metadata, kind = completion.SETTINGS[name].metadata, _KINDS[name]
     number_or_word = kind in (float | str, int | str)
+    flag = f"--{name.replace('_', '-')}"
     if get_origin(kind) is tuple:
         kind = list[str]
+    elif kind is bool:
+        flag += f"/--no-{name.replace('_', '-')}"
     shown, default = metadata["shown"], completion.SETTINGS[name].default
     if shown is True:  # show a default unless it is empty or off
         empty = default in ("", None, ()) or default is False
@@ -156,7 +159,7 @@ def _flag(name: str, help_text: str | None) -> Any:
     return Annotated[
         (str if number_or_word else kind) | None,
         Option(
-            *(metadata["flag"].split() or (f"--{name.replace('_', '-')}",)),
+            *(metadata["flag"].split() or (flag,)),
             help=help_text or metadata["help"],
             show_default=shown,
             metavar=("N|WORD" if kind == int | str else "X|WORD") if number_or_word else None,

@@ -138,11 +138,7 @@ class Settings:
         choices=("answer", "confirm", "refuse"),
     )
     expand: int = _setting(0, "Also take this many chunks before and after each hit.", least=0, most=10_000)
-    retrieve: bool = _setting(
-        True,
-        "Search the store when a chat names no documents, chunks or search (serve).",
-        flag="--retrieve/--no-retrieve",
-    )
+    retrieve: bool = _setting(True, "Search the store when a chat names no documents, chunks or search (serve).")
     allow_origin: tuple[str, ...] = _setting(
         (), "Origin of a browser client on another site, such as https://chat.example; *: all (repeatable)."
     )
@@ -150,12 +146,10 @@ class Settings:
     stop_repetition: bool = _setting(
         True,
         "End an answer that repeats the same text three times, over 32 tokens or more.",
-        flag="--stop-repetition/--no-stop-repetition",
     )
     model_sampling: bool = _setting(
         False,
         "Use the sampling settings of the model's generation_config.json, unless set here.",
-        flag="--model-sampling/--no-model-sampling",
     )
     seed: int | None = _setting(None, "Random seed of sampling.", least=-(2**63))
     lock_timeout: float = _setting(30.0, "Seconds to wait for another process that writes to the store.", least=0)
@@ -180,7 +174,7 @@ class Settings:
         most=1024,
     )
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
-    eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
+    eager: bool = _setting(False, "Decode without CUDA graphs.")
     swap_space: float = _setting(
         4.0, "Host memory for the KV of preempted answers, in GiB; KV that does not fit is computed again."
     )
