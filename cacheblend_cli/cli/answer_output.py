@@ -278,9 +278,7 @@ def detail_line(answer: Answer) -> str:
 def show_plan(plan: AskPlan, output: Output, extra: dict[str, Any]) -> None:
     for note in plan.notes:
         output.warn(note)
-    if output.is_json:
-        output.json({**extra, **plan.to_dict()})
-        return
+    output.json({**extra, **plan.to_dict()})
     if plan.chunks:
         rows = [(c.id[:12], c.tokens, c.status, c.source) for c in plan.chunks]
         output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))

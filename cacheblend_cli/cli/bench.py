@@ -39,7 +39,7 @@ def bench(
     The prompt is random text in a temporary store. Settings take turns in one process; stored KV comes from the page
     cache, including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
     """
-    output = Output()
+    output = Output(json=json)
     from cacheblend_cli.evaluation.settings import grid
 
     def grid_with(blend: BlendParams) -> list[Setting]:
@@ -64,9 +64,8 @@ def bench(
         report = measure(engine, asked, layout, rounds=rounds, decode_tokens=decode_tokens, on_run=bar)
     for note in dict.fromkeys(report.notes):
         output.warn(note)
-    if json:
-        output.json(asdict(report))
-    else:
+    output.json(asdict(report))
+    if not json:
         _show(report, output)
 
 

@@ -82,16 +82,14 @@ def show(
     """Show one chunk: source, storage format and text."""
     from cacheblend_cli.corpus.citations import Citations
 
-    output = Output()
+    output = Output(json=json)
     with open_store(settings, write=False) as kv_store:
         manifest = kv_store.get_chunk(kv_store.resolve(chunk))
         assert manifest is not None
         citation, *others = Citations(kv_store).all_of(manifest)
     record = _record(manifest, citation, *others)
-    if json:
-        about = {"omissions": list(citation.omissions), "text": manifest.text, "token_ids": list(manifest.token_ids)}
-        output.json({**record, **about})
-        return
+    about = {"omissions": list(citation.omissions), "text": manifest.text, "token_ids": list(manifest.token_ids)}
+    output.json({**record, **about})
     facts = {**record, "lines": citation.place, "headings": " > ".join(citation.locator.headings)}
     facts["also_in"] = ", ".join(record["also_in"])
     for name, value in facts.items():
@@ -145,8 +143,7 @@ def rm(
     if json:
         output.json({"removed": len(ids), "ids": ids, "forgotten": list(map(shown, roots))})
         return
-    for name in ids if quiet else ():
-        output.text(name)
+    output.ids(ids)
     of = f" of {counted(count, 'document')}" if (count := len({d.source for d in found})) else ""
     output.note(f"removed {counted(len(ids), 'chunk')}{of}")
     if roots:

@@ -48,7 +48,7 @@ def show(
     Shows common settings, and settings that are set. The origin of a value is a flag, an environment variable, a file
     or the default. --json shows every setting. Bad values are reported at the end (exit code 2).
     """
-    output, resolved = Output(), resolve({"store": store}, lenient=True)
+    output, resolved = Output(json=json), resolve({"store": store}, lenient=True)
     (_show_json if json else partial(_show_tables, every=every))(resolved, output)
     blamed_ones = (blamed(error, name, resolved.origin[name]) for name, error in bad_settings(resolved))
     if problems := [*resolved.problems, *blamed_ones]:

@@ -103,10 +103,7 @@ def _write_examples(folder: Path, output: Output) -> None:
     pages = sorted(office_dir().glob("*.md"))
     for page in pages:
         shutil.copyfile(page, folder / page.name)
-    if output.is_json:
-        for page in pages:
-            output.json({"file": str(folder / page.name)})
-        return
+        output.json({"file": str(folder / page.name)})
     output.text(f"{len(pages)} short documents about an invented office are in {folder}. Try:\n")
     _show_commands(folder, output, with_write=False)
 

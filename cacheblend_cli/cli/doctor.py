@@ -45,17 +45,13 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         if name == "store" and (damaged := facts[name].get("damaged")):
             message = f"{damaged} damaged records in {settings.store_path}"
             errors.append(StoreCorrupt(message, "repair: cacheblend chunks verify --repair"))
-        if not json:
-            output.text(name)
-            for key, value in with_kv_line(facts[name]).items():
-                if key == "max_bytes" and not value:
-                    value = "no quota"
-                is_size = isinstance(value, int) and "bytes" in key
-                output.text(f"  {key:<20}{format_size(value) if is_size else value}")
-    if json:
-        output.json({**facts, "ok": not errors})
-    else:
-        output.text("everything works" if not errors else f"failed checks: {len(errors)}")
+        output.text(name)
+        for key, value in with_kv_line(facts[name]).items():
+            if key == "max_bytes" and not value:
+                value = "no quota"
+            is_size = isinstance(value, int) and "bytes" in key
+            output.text(f"  {key:<20}{format_size(value) if is_size else value}")
+    output.result({**facts, "ok": not errors}, f"failed checks: {len(errors)}" if errors else "everything works")
     if errors:
         from cacheblend_cli.cli.exits import report
 

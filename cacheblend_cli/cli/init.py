@@ -41,7 +41,7 @@ def init(
     from cacheblend_cli.model.locate import check_on_disk, is_complete
     from cacheblend_cli.model.recommend import CANDIDATES, best_of, detect, fit, recommend
 
-    output, machine = Output(quiet=quiet), detect()
+    output, machine = Output(json=json, quiet=quiet), detect()
     here, best, missing = [c for c in CANDIDATES if is_complete(c.name)], recommend(machine), None
     if model is not None:
         check_on_disk(model)

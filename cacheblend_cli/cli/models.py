@@ -45,19 +45,17 @@ def ls(
     from cacheblend_cli.model.named import NOTES, SMOLLM2
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
-    output, default = Output(), resolve({}).settings.model or SMOLLM2
+    output, default = Output(json=json), resolve({}).settings.model or SMOLLM2
     if not folder.is_dir():
         raise NotFoundError(f"no such folder: {folder}", "name the folder with the models")
     found = [(name, path, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
     rows = []
     for name, path, size, kind in found:
         is_default = name == default or os.path.realpath(path) == os.path.realpath(Path(default).expanduser())
-        if json:
-            output.json({"model": name, "kind": kind, "bytes": size, "default": is_default})
+        output.json({"model": name, "kind": kind, "bytes": size, "default": is_default})
         note = "; ".join(part for part in ("the default" if is_default else "", NOTES.get(name, "")) if part)
         rows.append((name, kind, format_size(size), note))
-    if not json:
-        output.table(("model", "kind", "size", ""), rows, right=(2,), ends=(0,))
+    output.table(("model", "kind", "size", ""), rows, right=(2,), ends=(0,))
 
 
 @app.command("pull")
@@ -76,17 +74,15 @@ def pull(
 
     from cacheblend_cli.model.hub import HubName, fetch
 
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     if quiet or not output.animated:
         disable_progress_bars()
     name = HubName.parse(model).at(revision)
     output.note(f"downloading {name.text}")
     path = fetch(name)
     size = _size(path)
-    if json:
-        output.json({"model": name.text, "path": str(path), "bytes": size})
-    else:
-        output.line(str(path))
+    output.result({"model": name.text, "path": str(path), "bytes": size}, str(path))
+    if not json:
         output.note(f"{format_size(size)}; --model {name.text} uses it")
         output.note(f"after precompute, cacheblend models check {name.text} --ratio-only measures the --ratio it needs")
 
@@ -98,11 +94,9 @@ def show(settings: Settings, model: Model, json: options.Json = False) -> None:
 
     Shows family, layers, KV per token, context, dtype, and missing or unsupported features.
     """
-    output = Output()
+    output = Output(json=json)
     facts = _facts(model, output, settings)
-    if json:
-        output.json(facts)
-        return
+    output.json(facts)
     for name, value in with_kv_line(facts).items():
         shown = format_size(value) if name.endswith("bytes") or "_bytes_" in name else value
         output.text(f"{'size' if name == 'bytes' else name.replace('_', ' ').replace('bytes ', ''):<18}{shown}")
@@ -152,8 +146,7 @@ def check(
     if not ratio_only:
         record |= _check_numbers(settings, output)
         if not record["passed"]:
-            if json:
-                output.json(record)
+            output.json(record)
             raise typer.Exit(ExitCode.INTERNAL)
     engine = options.load_engine(settings, output)
     try:
@@ -166,14 +159,12 @@ def check(
     else:
         keep_profile(engine.model, profile)
         record["profile"] = {**asdict(profile), "ratio": profile.choice and profile.choice.ratio}
-        if not json:
-            for d in profile.measured:
-                output.text(
-                    f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g} ± {d.error:.2g}, 90th percentile {d.p90:.3g}"
-                )
-            output.text(f"ratio: {profile}")
-    if json:
-        output.json(record)
+        for d in profile.measured:
+            output.text(
+                f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g} ± {d.error:.2g}, 90th percentile {d.p90:.3g}"
+            )
+        output.text(f"ratio: {profile}")
+    output.json(record)
 
 
 def _check_numbers(settings: Settings, output: Output) -> dict[str, Any]:
@@ -185,15 +176,12 @@ def _check_numbers(settings: Settings, output: Output) -> dict[str, Any]:
     engine = options.load_engine(replace(settings, dtype=dtype), output)
     documents = text_check(engine.model.tokenizer)
     found = check_model(engine, with_transformers=not is_converted(engine.model.path))
-    if not output.is_json:
-        output.text(
-            f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits"
-        )
-        output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
-        if found.transformers is not None:
-            output.text(f"  full prefill, transformers           {found.transformers:.2g}")
-        output.text(f"{'passed' if found.passed else 'FAILED'}: rounding explains up to {found.limit:.2g}")
-        output.text(f"documents: {documents}")
+    output.text(f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits")
+    output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
+    if found.transformers is not None:
+        output.text(f"  full prefill, transformers           {found.transformers:.2g}")
+    output.text(f"{'passed' if found.passed else 'FAILED'}: rounding explains up to {found.limit:.2g}")
+    output.text(f"documents: {documents}")
     return {**asdict(found), "passed": found.passed, "documents": documents}
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TextIO
@@ -22,7 +22,7 @@ _LEAST_NOTE = 16  # cells
 
 class Output:
     """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar. is_json:
-    write data as JSON. verbose: show details, too."""
+    only `json` writes data; without, it writes nothing. verbose: show details, too."""
 
     _bar_shown: ClassVar[bool] = False  # the last line is a bar or status, which the next message erases
     _in_line: ClassVar[bool] = False  # the last text on the terminal has not ended its line
@@ -42,6 +42,8 @@ class Output:
 
     def text(self, text: str, end: str = "\n") -> None:
         """Write data to stdout. Control characters are shown as symbols on a terminal and unchanged in a pipe."""
+        if self.is_json:
+            return
         self._erase_bar(self.out_tty)
         self.out.write((visible(text) if self.out_tty else text) + end)
         self.out.flush()
@@ -49,7 +51,9 @@ class Output:
             Output._in_line = not (text + end).endswith("\n")
 
     def json(self, record: Any) -> None:
-        """Write a JSON object on one line. Control characters are escaped on a terminal."""
+        """Write a JSON object on one line, with --json. Control characters are escaped on a terminal."""
+        if not self.is_json:
+            return
         self._erase_bar(self.out_tty)
         line = json.dumps(record, ensure_ascii=not _is_unicode(self.out))
         if self.out_tty:  # JSON itself escapes only those below U+0020
@@ -59,17 +63,19 @@ class Output:
 
     def result(self, record: Any, text: str) -> None:
         """Write a result to stdout: a JSON object with --json, else a text."""
-        if self.is_json:
-            self.json(record)
-        else:
-            self.text(text)
+        self.json(record)
+        self.text(text)
 
     def done(self, record: Any, note: str) -> None:
         """Write what was done: a JSON object to stdout with --json, else a message to stderr unless --quiet."""
-        if self.is_json:
-            self.json(record)
-        else:
+        self.json(record)
+        if not self.is_json:
             self.note(note)
+
+    def ids(self, ids: Iterable[str]) -> None:
+        """Write ids to stdout with --quiet, unless --json."""
+        for name in ids if self.quiet else ():
+            self.text(name)
 
     def note(self, text: str) -> None:
         """Write a message to stderr unless --quiet."""
@@ -123,6 +129,8 @@ class Output:
     ) -> None:
         """Write an aligned table to stdout. right: indexes of right-aligned columns. On a terminal, other columns
         except the first are cut to fit the width, those in `ends` at their beginning."""
+        if self.is_json:
+            return
         show = visible_line if self.out_tty else str
         cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
         widths = [max(num_cells(row[i]) for row in cells) for i in range(len(columns))]

@@ -62,12 +62,10 @@ def _show(found: SearchResult, output: Output) -> None:
     rows, digits = [], 4 if found.by == "both" else 2
     for hit in found.hits:
         source = shown(hit.source)
-        if output.is_json:
-            record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
-            record |= {"snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)}
-            output.json({**record, "also_in": list(map(shown, hit.others))})
-        elif output.quiet:
-            output.text(hit.id)
+        record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
+        record |= {"snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)}
+        output.json({**record, "also_in": list(map(shown, hit.others))})
+        output.ids([hit.id])
         score = "" if hit.beside else f"{hit.score:.{digits}f}"
         rows.append((hit.id[:12], score, f"{source}#{hit.index}", hit.snippet[:90]))
     if not (output.is_json or output.quiet):

@@ -252,11 +252,10 @@ def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentR
 def _on_chunk(output: Output, bar: Callable[[int, int, str], None], chunk: MovedChunk, done: int, total: int) -> None:
     bar(done, total, "chunks")
     bad = chunk.status in ("rejected", "damaged")
-    if output.is_json:
-        output.json({"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes, "reason": chunk.reason or None})
-    elif output.quiet and not bad:
-        output.text(chunk.id)
-    if bad:
+    output.json({"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes, "reason": chunk.reason or None})
+    if not bad:
+        output.ids([chunk.id])
+    else:
         output.warn(f"chunk {chunk.id[:12]} is {chunk.status}: {chunk.reason}")
 
 

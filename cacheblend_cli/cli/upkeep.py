@@ -37,40 +37,39 @@ def stats(
 
     Chunks and bytes by model, the size and free space of the file, and the folders that precompute remembers.
     """
-    output = Output()
+    output = Output(json=json)
     with open_store(settings, write=False) as kv_store:
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
         remembered = list(map(shown, roots_in(kv_store)))
     of_tier = tier.describe(settings) if settings.tier else None
     models = sorted(found.models.items())
+    record: dict[str, Any] = {
+        "path": str(settings.store_path),
+        **found.totals(),
+        "damaged": found.damaged,
+        "without_kv": found.without_kv,
+        "models": [
+            {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
+            for (name, fingerprint, codec), share in models
+        ],
+        "prefixes": vars(found.prefixes),
+        "remembered": remembered,
+    }
+    record |= {"tier": of_tier} if of_tier else {}
+    output.json(record | ({"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}))
     if json:
-        record: dict[str, Any] = {
-            "path": str(settings.store_path),
-            **found.totals(),
-            "damaged": found.damaged,
-            "without_kv": found.without_kv,
-            "models": [
-                {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
-                for (name, fingerprint, codec), share in models
-            ],
-            "prefixes": vars(found.prefixes),
-            "remembered": remembered,
-        }
-        record |= {"tier": of_tier} if of_tier else {}
-        record |= {"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}
-        output.json(record)
-    else:
-        _show_stats(settings, found, of_tier, output)
-        if remembered:
-            output.line(f"precompute without a path updates {', '.join(remembered)}")
-        columns = ("chunks", "tokens", "KV", "KV per token")
-        if models:
-            rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
-            show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
-        if sources:
-            by_source = [(name, *_share(share)) for name, share in shares]
-            output.table(("source", *columns), by_source, right=(1, 2, 3, 4), ends=(0,))
+        return
+    _show_stats(settings, found, of_tier, output)
+    if remembered:
+        output.line(f"precompute without a path updates {', '.join(remembered)}")
+    columns = ("chunks", "tokens", "KV", "KV per token")
+    if models:
+        rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
+        show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
+    if sources:
+        by_source = [(name, *_share(share)) for name, share in shares]
+        output.table(("source", *columns), by_source, right=(1, 2, 3, 4), ends=(0,))
 
 
 def _show_stats(settings: Settings, found: StoreStats, of_tier: dict[str, Any] | None, output: Output) -> None:
@@ -237,10 +236,7 @@ def _show_pruned(report: PruneReport, output: Output, *, dry_run: bool) -> None:
         counts = {"removed": len(report.keys) * (not dry_run), "evicted": len(report.evicted) * (not dry_run)}
         output.json({**counts, "bytes": report.bytes, **ids, "dry_run": dry_run})
         return
-    if output.quiet:
-        for key in (*report.keys, *report.evicted):
-            output.text(key.hex())
-        return
+    output.ids(key.hex() for key in (*report.keys, *report.evicted))
     removed, evicted = counted(len(report.keys), "chunk"), counted(len(report.evicted), "chunk")
     would = "would be " if dry_run else ""
     parts = [f"{removed} {would}removed"] if report.keys or not report.evicted else []
