@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.cli.help import HELP_ALL
+from cacheblend_cli.cli.flags import HELP_ALL
 from tools import answer_json, settings_page
 from tools.wrap import wrapped
 

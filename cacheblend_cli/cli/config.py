@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from cacheblend_cli import trust
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.help import PANELS
+from cacheblend_cli.cli.flags import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.setting_checks import bad_settings, blamed
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError

@@ -16,8 +16,7 @@ from typer import Option
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion
-from cacheblend_cli.cli.flags import ASK
-from cacheblend_cli.cli.help import PANELS
+from cacheblend_cli.cli.flags import ASK, PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.setting_checks import check_settings, with_origin
 from cacheblend_cli.cli.stores import OF_THE_STORE, with_model_of_store
