@@ -132,8 +132,7 @@ class AskSession:
 
     def note_model(self) -> None:
         """Say once, on a terminal, which model was used without a setting."""
-        if note := options.model_note(self._resolved):
-            options.hint(self._output, note, note)
+        options.hint(self._output, options.model_note(self._resolved))
 
     def suggest_check(self, answer: Answer) -> None:
         """Suggest once for each model, on a terminal, to measure the ratio that was used by default."""
@@ -142,9 +141,9 @@ class AskSession:
             name = self._resolved.settings.model or default_model()
             options.hint(
                 self._output,
-                f"ratio of {name}",
                 f"recomputing {answer.ratio:.0%} is the default, not measured for this model: `cacheblend models check {name} --ratio-only` "
                 "finds the smallest share that keeps answers on your documents close to a full prefill's",
+                name=f"ratio of {name}",
             )
 
     def suggest_background(self) -> None:
@@ -153,9 +152,9 @@ class AskSession:
             lacking = missing(*SERVING)
             options.hint(
                 self._output,
-                "background",
                 "torch and the model were loaded for this answer; `cacheblend serve --background` keeps them loaded for the next ones, "
                 f"and so does `cacheblend config set keep_alive 10m`{f' (first: {lacking.hint})' if lacking else ''}",
+                name="background",
             )
 
     def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:

@@ -244,16 +244,16 @@ def model_note(resolved: Resolved) -> str:
 def note_model(resolved: Resolved, output: Output) -> None:
     """Say which model was chosen without a setting; that of the store once, on a terminal."""
     note = "" if output.is_json else model_note(resolved)
-    if resolved.settings.model and note:
-        hint(output, note, note)
+    if resolved.settings.model:
+        hint(output, note)
     elif note:
         output.note(note)
 
 
-def hint(output: Output, name: str, text: str) -> None:
-    """Show a message on a terminal, unless this user has seen it."""
-    place = user_cache.place("hints", name)
-    if output.err_tty and not output.quiet and not user_cache.recall(place):
+def hint(output: Output, text: str, name: str = "") -> None:
+    """Show a message on a terminal, unless this user has seen it. name: of the message, if its text varies."""
+    place = user_cache.place("hints", name or text)
+    if text and output.err_tty and not output.quiet and not user_cache.recall(place):
         user_cache.keep(place, "shown\n")
         output.note(text)
 
