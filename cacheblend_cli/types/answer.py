@@ -212,9 +212,9 @@ class Answer:
         timing = {name: value if value is None else round(value, 6) for name, value in vars(self.timing).items()}
         reports = {"tier": self.tier, "verify": self.verify, "confirm": self.confirmation}
         lists = {name: getattr(self, name) for name in ("chunks", "claims", "logprobs", "prompt_logprobs")}
-        out = {name: value for name, value in vars(self).items() if name not in ("text", "chosen", "confirmation")}
+        own = {name: value for name, value in vars(self).items() if name not in ("text", "chosen", "confirmation")}
+        out = {"schema_version": self.schema_version, "answer": self.text} | own
         out |= {
-            "answer": self.text,
             "recompute_fraction": round(self.recompute_fraction, 6),
             "generated_tokens": self.generated_tokens,
             "tokens_per_step": round(self.tokens_per_step, 3),
