@@ -1,4 +1,4 @@
-"""Settings: what they are (`fields`), where they come from (`sources`), and what they identify (`identity`)."""
+"""Settings: their fields, the sources of their values, and those that identify an engine or need trust."""
 
 from cacheblend_cli.settings.fields import GROUPS, Settings, grouped, of_settings
 from cacheblend_cli.settings.sources import DEFAULTS, Resolved, resolve

@@ -144,12 +144,10 @@ class Settings:
     )
     repetition_penalty: float = _setting(1.0, "Divide the logits of tokens already in the text by this; 1: off.")
     stop_repetition: bool = _setting(
-        True,
-        "End an answer that repeats the same text three times, over 32 tokens or more.",
+        True, "End an answer that repeats the same text three times, over 32 tokens or more."
     )
     model_sampling: bool = _setting(
-        False,
-        "Use the sampling settings of the model's generation_config.json, unless set here.",
+        False, "Use the sampling settings of the model's generation_config.json, unless set here."
     )
     seed: int | None = _setting(None, "Random seed of sampling.", least=-(2**63))
     lock_timeout: float = _setting(30.0, "Seconds to wait for another process that writes to the store.", least=0)
