@@ -30,7 +30,6 @@ from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.engine.profile import Profile
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
 from cacheblend_cli.evaluation.profile import (
-    P90_OF_MEAN,
     PROMPTS,
     RATIOS,
     TOKENS,
@@ -38,6 +37,7 @@ from cacheblend_cli.evaluation.profile import (
     distance_of,
     full_answer,
     general_requests,
+    p90_limit,
     usable,
 )  # fmt: skip
 from cacheblend_cli.evaluation.samples import Sample, read_samples
@@ -204,7 +204,7 @@ def profile_of(rows: list[dict[str, Any]]) -> Profile:
     """Return the profile that `models check` makes of these measurements."""
     limits = Settings()
     found = tuple(distance_of(row["ratio"], "regression", row["kl"]) for row in rows)
-    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, limits.kl_mean * P90_OF_MEAN, found)
+    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, p90_limit(limits.kl_mean), found)
 
 
 def page(result: dict[str, Any]) -> str:

@@ -24,7 +24,6 @@ from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingPa
 
 RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50)
 CORRECTIONS = ("regression", "none")
-P90_OF_MEAN = 8 / 3
 PROMPTS, LEAST_PROMPTS = 12, 8
 TOKENS = 32  # of full prefill's answer
 TRIES = 16  # maximum chunks tried per prompt
@@ -57,6 +56,11 @@ def check_blends(engine: Engine) -> None:
         raise NotFoundError(f"{engine.model.name} {reason}", "ask --verify compares an answer with a full prefill")
 
 
+def p90_limit(kl_mean: float) -> float:
+    """Return the limit of the 90th percentile that belongs to a limit of the mean."""
+    return kl_mean * 8 / 3
+
+
 def measure_profile(
     engine: Engine,
     store: ChunkStore,
@@ -70,9 +74,9 @@ def measure_profile(
     """Measure rising ratios, each with and without a correction, until mean and 90th percentile of the KL are within
     the limits. Stores nothing.
 
-    ask: search parameters and blending, except for the ratio. kl_mean: limit of the mean; that of the 90th percentile
-    is P90_OF_MEAN times as high. questions: questions to use instead of general ones. say: called with the maximum
-    duration. Raises NotFoundError for too few prompts.
+    ask: search parameters and blending, except for the ratio. kl_mean: limit of the mean, see `p90_limit`. questions:
+    questions to use instead of general ones. say: called with the maximum duration. Raises NotFoundError for too few
+    prompts.
     """
     check_blends(engine)
     asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
@@ -103,7 +107,7 @@ def measure_profile(
                 kl.append(distance(engine, replace(request, blend=blend), answer))
                 on_progress(len(requests) * (1 + len(found)) + len(kl), steps, f"ratio {ratio:g}, {correction}")
             found.append(distance_of(ratio, correction, kl))
-        profile = Profile(under, len(requests), kl_mean, kl_mean * P90_OF_MEAN, tuple(found))
+        profile = Profile(under, len(requests), kl_mean, p90_limit(kl_mean), tuple(found))
         if profile.choice is not None:
             break
     return profile

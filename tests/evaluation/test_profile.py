@@ -18,7 +18,6 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.evaluation.profile import (
     GENERAL,
     LEAST_PROMPTS,
-    P90_OF_MEAN,
     PROMPTS,
     RATIOS,
     distance,
@@ -27,6 +26,7 @@ from cacheblend_cli.evaluation.profile import (
     general_requests,
     half_sentence,
     measure_profile,
+    p90_limit,
     usable,
 )  # fmt: skip
 from cacheblend_cli.types import AskRequest, BlendParams, SearchParams
@@ -80,7 +80,7 @@ def test_ratios_rise_until_one_is_close_enough(engine: Engine, store: ChunkStore
     assert len(told) == 1
     # the limit of a setting in the middle: it is the first within it, or one before it is
     middle = min((d for d in never.measured if d.ratio == RATIOS[2]), key=lambda d: d.mean)
-    found = measure_profile(engine, store, ASK, max(middle.mean + 2 * middle.error, middle.p90 / P90_OF_MEAN))
+    found = measure_profile(engine, store, ASK, max(middle.mean + 2 * middle.error, middle.p90 / p90_limit(1.0)))
     assert found.choice is not None
     assert found.choice.ratio <= RATIOS[2]
     assert found.measured == never.measured[: len(found.measured)], "the same prompts, and the same numbers"
