@@ -40,7 +40,7 @@ demo: install
 
 # a process a core, each with one thread: two tests side by side are faster than one with two threads
 test: install
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal --durations=25
 
 # numerics again as a CPU without AVX-512 and AMX computes them, in torch and in compiled code; without what Triton alone computes
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2

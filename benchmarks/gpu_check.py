@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SOURCES = ("cacheblend_cli", "kernels", "store", "benchmarks/gpu")
 # child processes get the path too, and so do theirs; tests/support has `kernel_references`
-sys.path[:0] = [str(ROOT / part) for part in ("", "store", "kernels", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("", "documents", "store", "kernels", "tests/support")]
 NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "xxhash", "lmdb", "msgspec", "platformdirs", "typer", "rich")
 LARGE = ("torch", "transformers", "triton")  # only located here; the steps that use them import them
 STORE_BYTES = 8 << 30

@@ -98,9 +98,9 @@ def measured(model: Path, tokens: int, mode: str) -> dict[str, Any]:
 def stored(runtime: Any, store: Any, count: int) -> Any:
     """Return a prompt of `count` chunks with random KV in the store."""
     import torch
+    from cacheblend_store.format.codecs import encode_kv
 
     from cacheblend_cli.collect.collector import Collector, PlannedChunk
-    from cacheblend_cli.collect.prefill import ChunkKV
     from cacheblend_cli.corpus.chunker import Chunk
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation.speed import SpeedPrompt, ordinary_ids, random_ids
@@ -114,7 +114,7 @@ def stored(runtime: Any, store: Any, count: int) -> Any:
         ids = random_ids(ordinary, CHUNK_TOKENS, generator)
         planned = PlannedChunk(collection.key(ids), "bench", Chunk(number, "", ids, 0, 0), (), "sink")
         kv = [torch.randn(2, CHUNK_TOKENS, heads, dim, generator=generator) for heads, dim in spec.kv_shapes]
-        collector.put(planned, ChunkKV(planned.key, [k for k, _ in kv], [v for _, v in kv]))
+        collector.put_blobs(planned, [encode_kv(k, v, collection.codec) for k, v in kv])
         keys.append(planned.key)
     suffix = random_ids(ordinary, SUFFIX_TOKENS, generator)
     engine = Engine(runtime)

@@ -1,4 +1,5 @@
-"""Compare every model family with transformers and with a reference implementation of blending; fill in docs/models.md.
+"""Compare every model family with transformers and with a reference implementation of blending; fill in
+results/models.md and docs/models.md.
 
     python benchmarks/models.py [--speed [--rounds 5]] [--only MODEL_TYPE,MODEL_TYPE]
 
@@ -43,9 +44,9 @@ from cacheblend_cli.engine.measured_prefill import prefill  # noqa: E402
 from cacheblend_cli.engine.request.resolve import resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config  # noqa: E402
-from cacheblend_cli.model.families.refusals import UNSUPPORTED  # noqa: E402
 from cacheblend_cli.types import AskRequest, BlendParams  # noqa: E402
 
+PARITY = ROOT / "benchmarks" / "results" / "models.md"
 PAGE = ROOT / "docs" / "models.md"
 SPEED = ROOT / "benchmarks" / "results" / "model_speed.json"
 TOKENS = 480
@@ -67,13 +68,26 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     if arguments.speed:
         measure_speeds(arguments.rounds)
-    page = PAGE.read_text(encoding="utf-8")
     only = set(filter(None, arguments.only.split(",")))
-    blocks = {"table": parity_table(only, page), "kv": kv_table(), "refused": refused()}
+    table = parity_table(only, PARITY.read_text(encoding="utf-8"))
+    fill(PARITY, table=table)
+    fill(PAGE, families=families(table), kv=kv_table())
+
+
+def fill(page: Path, **blocks: str) -> None:
+    """Write the blocks between their marks in a page."""
+    text = page.read_text(encoding="utf-8")
     for name, block in blocks.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        page = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", page, flags=re.DOTALL)
-    PAGE.write_text(page, encoding="utf-8")
+        text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+
+
+def families(table: str) -> str:
+    """Return the model_types of a parity table, those on the generic path apart."""
+    names = {path: re.findall(rf"^\| (`\S+`){path} \|", table, re.MULTILINE) for path in ("", ", generic path")}
+    own, generic = (", ".join(found) for found in names.values())
+    return f"- own layers: {own}\n- [generic path](#other-decoders-the-generic-path): {generic}\n"
 
 
 def parity_table(only: set[str], page: str) -> str:
@@ -216,14 +230,6 @@ def _speeds() -> dict[str, Any]:
 
 def _all(found: dict[str, list[Parity]], name: str) -> list[int]:
     return [getattr(parity, name) for family in found.values() for parity in family]
-
-
-def refused() -> str:
-    """Return a list of the model_types that are refused, by reason."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for model_type, reason in UNSUPPORTED.items():
-        reasons[reason].append(f"`{model_type}`")
-    return "".join(f"- {reason}: {', '.join(sorted(types))}\n" for reason, types in reasons.items())
 
 
 def measure_speeds(rounds: int) -> None:

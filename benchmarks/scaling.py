@@ -47,7 +47,7 @@ COMMANDS = {
     "first search": "first `search`", "search": "`search`", "ls": "`chunks ls`", "ask": "`ask`", "again": "`precompute` again",
     "one changed": "one changed", "precompute": "`precompute`",
 }  # fmt: skip
-CODECS = ("float32", "bfloat16", "float8_e4m3", "int8", "int7", "int6", "int4", "int3")
+CODECS = ("float32", "bfloat16", "float8_e4m3", "int7", "int4")
 
 
 def main() -> None:

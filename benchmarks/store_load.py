@@ -226,7 +226,7 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
             found = []
             for _ in range(rounds + 1):
                 done = prefill(runtime, request)
-                found.append((done.prefill_s, done.loader.stall_s, done.loader.load_s))
+                found.append((done.prefill_s, done.result.loader.stall_s, done.result.loader.load_s))
                 done.sequence.release()
             prefill_s, stall_s, load_s = (statistics.median(column) for column in zip(*found[1:], strict=True))
             rows.append(

@@ -23,7 +23,7 @@ import torch
 from cacheblend_cli.evaluation.speed import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ["tests/store", "tests/cli", "tests/server", "tests/corpus"]
+FOLDERS = ["tests/store", "tests/cli", "tests/server", "tests/corpus", "tests/documents"]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_COUNTS = ("test", "date", "hardware")
 

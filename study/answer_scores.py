@@ -15,6 +15,11 @@ from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1
 
 
+def contains_reference(sample: Sample, record: Record) -> bool:
+    """Return whether the record's answer contains a reference answer."""
+    return any(answer.lower() in record.answer.lower() for answer in sample.answers)
+
+
 def has_unsupported(sample: Sample, record: Record) -> bool:
     """Return whether the check of claims (docs/gate.md) marks something in the answer."""
     texts = [*(context.text for context in sample.contexts), sample.question]

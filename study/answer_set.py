@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import sets
+import questions
 
 from cacheblend_cli.evaluation.samples import Context, Sample, read_samples
 
@@ -66,7 +66,7 @@ def _around(text: str, answer: str) -> str:
 
 def office(orders: int = 2) -> Iterator[Sample]:
     """Yield the office's questions over its page and four others."""
-    data = json.loads((STUDY / "office.json").read_text(encoding="utf-8"))
+    data = questions.office_data()
     for order in range(orders):
         for question, answer, page in data["questions"]:
             rng = random.Random(f"{order} {question}")
@@ -77,12 +77,12 @@ def office(orders: int = 2) -> Iterator[Sample]:
 
 def needles(data: Path) -> list[Sample]:
     """Return questions for access codes in passages of 150 words."""
-    return sets.needles(sets.filler(data), PASSAGES, seed=2, words=WORDS)[:NEEDLES]
+    return questions.needles(questions.filler(data), PASSAGES, seed=2, words=WORDS)[:NEEDLES]
 
 
 def records() -> Iterator[Sample]:
     """Yield held-out questions about the demo's people, with the value alone as the answer."""
-    samples = sets.spellable_samples()
+    samples = questions.spellable_samples()
     for sample in samples[:: len(samples) // RECORDS][:RECORDS]:
         [sentence] = sample.answers
         value = sentence.rstrip(".").partition(" is ")[2]

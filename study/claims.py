@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from questions import filler, musique, needles, office, spellable_samples
 from report import write_pages
-from results import hardware
-from sets import filler, musique, needles, office, spellable_samples
+from results import hardware, write_result
 
 from cacheblend_cli import Engine
 from cacheblend_cli.claims import LookedUp, check
@@ -74,20 +74,31 @@ def answered(engine: Engine, sample: Sample) -> Iterator[dict[str, Any]]:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the figures of all files."""
-    records, languages = read(arguments.answers), read([STUDY / "claims_languages.jsonl"])
+    records = read(arguments.answers)
     rows = {
         "answers": [of_answers(name, own) for name, own in grouped(records, "set").items()],
-        "languages": [of_answers(name, own) for name, own in grouped(languages, "language").items()],
+        "languages": [of_answers(name, own) for name, own in in_languages().items()],
         "changed": of_changed(records),
         "differing": [of_differing(*pair) for pair in grouped(records, "set").items()],
         "seconds": of_time(),
     }
     result = {"hardware": hardware(), **rows}
-    (STUDY / "results" / "claims.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    write_pages(STUDY / "results", {STUDY / "claims.md": None})
+    write_result(STUDY / "results" / "claims.json", result)
+    write_pages(STUDY / "results", [STUDY / "claims.md"])
     for record in records:
         if marks := [claim.text for claim in looked_up(record) if claim.place is None]:
             print(record["model"], record["set"], record["mode"], marks, "|", record["answer"])
+
+
+def in_languages() -> dict[str, list[dict[str, Any]]]:
+    """Return answers in other languages that say what their passages say, by language."""
+    found = json.loads((STUDY / "claims_languages.json").read_text(encoding="utf-8"))
+    return {
+        name: [
+            {"question": question, "answer": answer, "passages": of["passages"]} for question, answer in of["answers"]
+        ]
+        for name, of in found.items()
+    }
 
 
 def grouped(records: list[dict[str, Any]], field: str) -> dict[str, list[dict[str, Any]]]:

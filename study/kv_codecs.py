@@ -23,16 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from cacheblend_kernels.torch_backend import dequantized
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.blobs import blob_size, blob_spec
-from cacheblend_store.format.codecs import coded, decode_kv
+from cacheblend_store.format.codecs import coded
 from cacheblend_store.format.keys import CODEC_VERSION
-from cacheblend_store.format.levels import BITS
-from results import CORRECTION, digits, hardware, median, p90, write_result
+from results import CORRECTION, digits, hardware, write_result
 from sets import study_sets
-from wrapped import resolved
 
 from cacheblend_cli.blend.corrections import old_kv
 from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution, teacher_forced
@@ -48,10 +46,11 @@ from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.stored_prompt import stored_kv
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
-CODECS = tuple(BITS)
+CODECS = ("int7", "int4")
 EXACT = "exact"
 """Stored in the compute dtype."""
 TOKENS = {"musique": 48, "needles-2k": 16}
@@ -79,7 +78,8 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, cod
     for codec in codecs:
         for layer, chunks in zip(own, kept, strict=True):
             for of, (k, v) in zip(rows, chunks, strict=True):
-                write_kv(layer, *decode_kv(coded(k, v, codec), codec, v.shape[-1]), of)
+                dims = k.shape[-1], v.shape[-1]
+                write_kv(layer, *dequantized(stored_kv(codec, coded(k, v, codec), None, *dims), *dims), of)
         logits = teacher_forced(decoder, sequence, ids[:start], [*ids[start:], *answer])
         found[codec] = divergence(reference, log_distribution(logits[-len(answer) :]))
     sequence.release()
@@ -91,14 +91,16 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, code
     """Return the divergence of the default at .15 over chunks collected alone and stored in each codec, and of plain
     reuse."""
     runtime, decoder = engine.runtime, engine.runtime.decoder
-    request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
+    chunks = SampleChunks(engine, store, [sample])
+    chunks.store([sample], ["sink"])
+    request = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, "sink")))
     done = prefill(runtime, request.in_full(), headroom=tokens)
     answer, reference = answered(done, tokens)
     done.sequence.release()
     found = dict[str, Divergence]()
     runtimes = {codec: Runtime(engine.model, replace(engine.config, kv_dtype=codec)) for codec in codecs}
     for codec, of in {EXACT: runtime, **runtimes}.items():
-        keys = convert(of, store, sample)
+        keys = stored(of, store, sample)
         asked = resolve(of, store, AskRequest(sample.question, keys))
         for name, blend in {"": BlendParams(), "reuse ": BlendParams(mode="reuse")}.items():
             if name and codec != EXACT:
@@ -126,14 +128,12 @@ def planned(collection: Collection, sample: Sample) -> list[PlannedChunk]:
     return [PlannedChunk(collection.key(c.token_ids), "(sample)", c, (), "sink") for c in chunks]
 
 
-def convert(runtime: Runtime, store: ChunkStore, sample: Sample) -> list[bytes]:
-    """Convert the sample's stored chunks to the runtime's codec, if they are not in it. Returns their keys."""
+def stored(runtime: Runtime, store: ChunkStore, sample: Sample) -> list[bytes]:
+    """Store the sample's chunks in the runtime's codec, if they are not there. Returns their keys."""
     collection = runtime.collection(day=runtime.day(store))
     chunks = planned(collection, sample)
     missing = {p.key: p for p in chunks if not store.has_kv(p.key)}
-    collector = Collector(collection, store)
-    ways = {stored.how for stored in collector.store(list(missing.values()))}
-    assert ways <= {"converted"}, "the chunks are stored in the compute dtype"
+    list(Collector(collection, store).store(list(missing.values())))
     return [p.key for p in chunks]
 
 
@@ -168,8 +168,7 @@ class Records:
 
 def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
     """Return a row per codec over the questions that have it: KL with 95 % intervals over the questions, its difference
-    from that of `baseline` on the same questions, the share of tokens with the same likeliest next token and of answers
-    with the same first 16."""
+    from that of `baseline` on the same questions, and the share of answers with the same first 16 tokens."""
     by: dict[str, dict[str, Any]] = {}
     for row in rows:
         by.setdefault(row["codec"], {})[row["question"]] = row
@@ -177,14 +176,11 @@ def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any
     for codec in sorted(by, key=[baseline, f"reuse {baseline}", *CODECS].index):
         of_all = list(by[codec].values())
         kl, bootstrap = [statistics.fmean(row["kl"]) for row in of_all], Bootstrap(len(of_all))
-        found: dict[str, Any] = {"codec": codec, "questions": len(of_all)}
-        for name, statistic in (("kl", mean), ("kl_median", median), ("kl_p90", p90)):
-            found[name] = digits(bootstrap.interval(statistic, kl))
+        found: dict[str, Any] = {"codec": codec, "questions": len(of_all), "kl": digits(bootstrap.interval(mean, kl))}
         if baseline in by and codec != baseline:
             exact = [statistics.fmean(by[baseline][question]["kl"]) for question in by[codec]]
             found["minus_exact"] = digits(bootstrap.interval(difference, kl, exact))
-        found["top1"] = digits(bootstrap.interval(mean, [float(np.mean(row["top1"])) for row in of_all]))
-        found["same"] = digits(bootstrap.interval(mean, [float(all(row["top1"][:16])) for row in of_all]))
+        found["same"] = round(statistics.fmean(all(row["top1"][:16]) for row in of_all), 4)
         out.append(found)
     return out
 
@@ -223,7 +219,7 @@ def main() -> None:
     records = Records(arguments.records, **setting)
     engines = {
         Path(name).stem: Engine.load(
-            EngineConfig(model=name, dtype=arguments.dtype, kv_dtype=arguments.dtype, threads=arguments.threads)
+            EngineConfig(model=name, dtype=arguments.dtype, kv_dtype=EXACT, threads=arguments.threads)
         )
         for name in arguments.model or ["smollm2"]
     }

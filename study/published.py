@@ -12,13 +12,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from research import MeanShift
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from variants import scaled_keys, swapped
 
 from cacheblend_cli.blend import prefill as blend
+from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
 from cacheblend_cli.blend.evidence import BeforeLayers
 from cacheblend_cli.blend.prefill import BlendSteps
 from cacheblend_cli.blend.prompt import Prompt
@@ -56,7 +58,7 @@ class Question(Steps):
         self._prompt, self._layers, self._share = prompt, frozenset(layers), share
         computed = [s for s in prompt.plan.segments if s.status == "computed"]
         rows = prompt.rows(positions_of(computed, prompt.decoder.device))
-        with swapped(forward, "attend", _attend if share == 1 else self._attend_digest):
+        with patch.object(forward, "attend", _attend if share == 1 else self._attend_digest):
             finish(layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], self))
 
     def at(self, layer: DecoderLayer) -> LayerStep:
@@ -152,7 +154,7 @@ def relaxkv(engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled
     """After RelaxKV (arXiv 2609.33503): see `RelaxSteps`."""
     if request.blend.effective_ratio() in (0.0, 1.0):
         return engine.hold_prefill(request, headroom=headroom)
-    with swapped(blend, "BlendSteps", RelaxSteps), swapped(forward, "attend", _attend):
+    with patch.object(blend, "BlendSteps", RelaxSteps), patch.object(forward, "attend", _attend):
         return engine.hold_prefill(request, headroom=headroom)
 
 
@@ -197,6 +199,22 @@ class RelaxSteps(BlendSteps):
         at = rows.positions[:, None]
         free = torch.isin(at, self._fresh) | (self._chunk == self._chunk[at]) | seen
         return _attend_to(self._prompt, layer, q, free & (_positions(self._prompt) <= at))
+
+
+def scaled_keys(factor: float) -> Prefill:
+    """Return a prefill that multiplies the keys that are not recomputed: APE's attention temperature (arXiv 2502.05431,
+    section 4.2). For settings with the correction "mean-shift", which it replaces."""
+
+    class ScaledKeys(MeanShift):
+        def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
+            keys, values = old_kv(layer, self._stale)
+            forward.write_kv(layer, keys * factor, values, self._stale)
+
+    def run(*args: Any, **kwargs: Any) -> Prefilled:
+        with patch.dict(CORRECTIONS, {"mean-shift": ScaledKeys}):
+            return Engine.hold_prefill(*args, **kwargs)
+
+    return run
 
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The study's tables and plot: fills the `<!-- NAME -->` ... `<!-- end -->` blocks of pages; the prose is the pages'
+"""The study's tables: fills the `<!-- NAME -->` ... `<!-- end -->` blocks of pages; the prose is the pages'
 own."""
 
 from __future__ import annotations
@@ -7,29 +7,26 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+import numpy as np
 from settings import DEFAULT, handbook_groups
 
-from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
+from cacheblend_cli.engine.profile import Profile
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
+from cacheblend_cli.evaluation.profile import distance_of, p90_limit
+from cacheblend_cli.settings import Settings
 
 STUDY = Path(__file__).parent
 DOCS = STUDY.parent / "docs"
-PAGES: dict[Path, Path | None] = {
-    STUDY / "fidelity.md": STUDY / "fidelity.svg",
-    STUDY / "handbook.md": None,
-    STUDY / "claims.md": None,
-    STUDY / "models.md": None,
-    DOCS / "fidelity.md": None,
-}
-"""Each page, and where its plot goes."""
+PAGES = (
+    *(STUDY / f"{name}.md" for name in ("fidelity", "handbook", "claims", "models", "nearer", "own_ratio", "search")),
+    DOCS / "fidelity.md",
+)
 MAIN_RATIO = 0.15
-SHOWN = ("hkvd", "query", "query, shifted", "random:2+draft, shifted", "query, regression")
-TITLES = {"musique": "chunks of different documents", "pages": "chunks of one page, in order"}
 Row = dict[str, Any]
 WITH_INTERVAL, PERCENT, SIGNED = "{0:.3f} ({1:.3f} to {2:.3f})", "{0:.1%}", "{0:+.3f} ({1:+.3f} to {2:+.3f})"
 COLUMNS = {
@@ -44,27 +41,22 @@ COLUMNS = {
     "top1": ("top-1", PERCENT),
     "same_answer": ("same answer", "{0:.0%}"),
     "same_start": ("same first 16", "{0:.0%}"),
-    "found": ("contains reference", "{0:.0%}"),
-    "likelihood": ("its likelihood", "{0:+.3f}"),
     "k_error": ("K error", "{0:.3f}"),
     "less_default": ("KL minus default's (95 %)", SIGNED),
     "nearer": ("default nearer", "{0}"),
 }
 
 
-def write_pages(results: Path, pages: dict[Path, Path | None]) -> None:
+def write_pages(results: Path, pages: Iterable[Path] = PAGES) -> None:
     """Fill the pages from the results in a folder. A page that does not exist is made of the blocks alone."""
-    found = read_results(results)
-    blocks = blocks_of(found)
-    for page, plot in pages.items():
+    blocks = blocks_of(read_results(results))
+    for page in pages:
         empty = "\n\n".join(f"<!-- {name} -->\n<!-- end -->" for name in blocks) + "\n"
         text = page.read_text(encoding="utf-8") if page.exists() else empty
         for name, block in blocks.items():
             pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)"
             text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n\n{m[2]}", text, flags=re.DOTALL)
         page.write_text(text, encoding="utf-8")
-        if plot is not None:
-            draw({name: found[name] for name in TITLES if name in found}, plot)
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -77,8 +69,8 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
     """Return the text of each block by name."""
     blocks = {}
     for name, result in found.items():
-        if name == "claims":
-            blocks[name] = claims_tables(result)
+        if name in TABLES:
+            blocks[name] = TABLES[name](result)
         elif "rows" not in result or "set" not in result or "/" in name:
             continue
         elif name == "handbook":
@@ -89,10 +81,11 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
                 blocks[f"handbook {group}"] = table([rows[label] for label in labels if label in rows])
         else:
             ratios = ratios_of(result["rows"])
-            main = [MAIN_RATIO] if MAIN_RATIO in ratios and len(ratios) > 3 else ratios
+            is_long = len(ratios) > 3 or len(result["rows"]) > 30
+            main = [MAIN_RATIO] if MAIN_RATIO in ratios and is_long else ratios
             shown = [row for row in result["rows"] if not row["ratio"] or row["ratio"] in main or row["ratio"] == 1]
             blocks[name] = about(result) + "\n\n" + table(shown)
-            if len(ratios) > 3:
+            if is_long:
                 blocks[f"{name} by ratio"] = by_ratio(result["rows"])
     for name, cell in SIDE_BY_SIDE:
         results = {MODEL_NAMES[model]: found[path] for path, model in MODELS[name].items() if path in found}
@@ -129,9 +122,9 @@ def answers_table(results: dict[str, Row]) -> str:
     for model, result in results.items():
         name = f"{MODEL_NAMES[model]}, {result['questions']} questions"
         for row in result["rows"]:
-            cells = [f"{row['exact_match'][0]:.0%}", _number(row["f1"][0]), _signed(row.get("f1_difference"))]
-            cells.append(f"{row['same_answer'][0]:.0%}" if "same_answer" in row else "")
-            lines.append(f"| {name} | {_title(row['label'])} | {' | '.join(cells)} | {row['unsupported'][0]:.1%} |")
+            cells = [f"{row['exact_match']:.0%}", _number(row["f1"]), _signed(row.get("f1_difference"))]
+            cells.append(f"{row['same_answer']:.0%}" if "same_answer" in row else "")
+            lines.append(f"| {name} | {_title(row['label'])} | {' | '.join(cells)} | {row['unsupported']:.1%} |")
             name = ""
     return "\n".join(lines)
 
@@ -142,9 +135,7 @@ def short_answers(results: dict[str, Row]) -> str:
     rows = {model: {row["label"]: row for row in result["rows"]} for model, result in results.items()}
     own = {model: max(of, key=lambda label: DEFAULT in label and of[label]["ratio"]) for model, of in rows.items()}
     lines.append(f"| questions | {' | '.join(str(result['questions']) for result in results.values())} |")
-    lines.append(
-        f"| F1 of a full prefill | {' | '.join(_number(of['full prefill']['f1'][0]) for of in rows.values())} |"
-    )
+    lines.append(f"| F1 of a full prefill | {' | '.join(_number(of['full prefill']['f1']) for of in rows.values())} |")
     for title, label in (
         ("reuse", "reuse"),
         ("CacheBlend's selection .15", "CacheBlend 0.15"),
@@ -157,7 +148,7 @@ def short_answers(results: dict[str, Row]) -> str:
 
 
 def _short_answer(row: Row) -> str:
-    return f"{_signed(row['f1_difference'])} · {row['same_answer'][0]:.0%}"
+    return f"{_signed(row['f1_difference'])} · {row['same_answer']:.0%}"
 
 
 def parts_table(results: dict[str, Row]) -> str:
@@ -201,7 +192,7 @@ def _codec_cell(row: Row | None) -> str:
     if row is None:
         return ""
     more = f" · {_interval(row['minus_exact'])}" if "minus_exact" in row else ""
-    return f"{_interval(row['kl'])} · {row['same'][0]:.0%}{more} · {row['questions']}"
+    return f"{_interval(row['kl'])} · {row['same']:.0%}{more} · {row['questions']}"
 
 
 CODEC_MEASURES = {
@@ -228,8 +219,8 @@ def _kl(row: Row) -> str:
 def _tail(row: Row) -> str:
     if "kl_median" not in row or "kl_p90" not in row:
         return ""
-    same = row.get("same_start") or row["same_answer"]
-    return f"{_number(row['kl_median'][0])} · {_number(row['kl_p90'][0])} · {same[0]:.0%}"
+    same = row["same_start"] if "same_start" in row else row["same_answer"]
+    return f"{_number(row['kl_median'])} · {_number(row['kl_p90'])} · {same:.0%}"
 
 
 def _paired(row: Row) -> str:
@@ -240,12 +231,8 @@ def _correction(row: Row) -> str:
     return _interval(row.get("less_plain"))
 
 
-def _nearer(row: Row) -> str:
-    return f"{_number(row['kl'][0])} · {_number(row['kl_p90'][0])} · {row['share']:.2f}"
-
-
 CELLS: dict[str, Callable[[Row], str]] = {
-    "kl": _kl, "tail": _tail, "paired": _paired, "correction": _correction, "nearer": _nearer,
+    "kl": _kl, "tail": _tail, "paired": _paired, "correction": _correction,
 }  # fmt: skip
 MODEL_NAMES = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -263,7 +250,7 @@ SETTING_NAMES = {
 }
 SIDE_BY_SIDE = (
     ("musique", "kl"), ("musique", "tail"), ("musique", "paired"), ("correction", "correction"), ("needles", "kl"), ("pages", "kl"),
-    ("office", "kl"), ("nearer", "nearer"), ("baselines", "kl"), ("baselines", "paired"),
+    ("office", "kl"), ("baselines", "kl"), ("baselines", "paired"),
 )  # fmt: skip
 MODELS = {
     "musique": {
@@ -281,7 +268,6 @@ MODELS = {
     },
     "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma", "qwen-1.5b/pages": "qwen-1.5b"},
     "office": {"smollm2/office": "smollm2", "qwen/office": "qwen", "qwen-1.5b/office": "qwen-1.5b"},
-    "nearer": {f"{model}/nearer": model for model in ("smollm2", "qwen", "gemma")},
     "baselines": {
         "musique-main": "smollm2",
         "qwen/baselines": "qwen",
@@ -296,7 +282,7 @@ ANSWERED = ("smollm2", "gemma", "qwen", "qwen-1.5b")
 
 def about(result: Row) -> str:
     """Return a sentence on model, questions and machine."""
-    h, full = result["hardware"], result["rows"][0]
+    h = result["hardware"]
     half = f", {result['half']} half" if result["half"] != "all" else ""
     text = (
         f"{result['questions']} questions{half}; model `{result['model']}` in {result['dtype']}, greedy; {h['cpu']}, {h['cores']} cores, "
@@ -304,9 +290,6 @@ def about(result: Row) -> str:
     )
     if "asked" in result:
         text = f"Of {result['asked']} questions those that full prefill answers at least in part: {text}"
-    if "likelihood" in full and "found" in full:
-        text += f" Full prefill's answers contain the reference in {full['found'][0]:.0%}"
-        text += f"; log-likelihood of the reference {full['likelihood'][0]:.2f} nats a token."
     if timed := result.get("timed"):
         text += f" First token of a full prefill, one question: {timed['full_s']:.2f} s, {timed['hardware']['threads']} thread(s)."
     return _filled(text)
@@ -317,10 +300,9 @@ def _filled(text: str) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return a Markdown table with the columns that some row has a value for; likelihoods minus full prefill's."""
-    full = next((row["likelihood"][0] for row in rows if row["label"] == "full prefill" and "likelihood" in row), 0.0)
+    """Return a Markdown table with the columns that some row has a value for."""
     # full prefill has no row of its own if it is only the reference
-    shown = [row for row in rows if "kl" in row or row.get("exact_match")]
+    shown = [row for row in rows if "kl" in row or "exact_match" in row]
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in shown)]
     lines = [
         f"| setting | ratio | work | {' | '.join(COLUMNS[n][0] for n in names)} |",
@@ -330,21 +312,12 @@ def table(rows: list[Row]) -> str:
         is_full = row["label"] == "full prefill"
         cells = [method(row), "" if is_full else f"{row['ratio']:g}", "" if is_full else f"{row['work']:.1%}"]
         for name in names:
-            value = row.get(name)
-            if value is not None and name == "likelihood":
-                value = [value[0] - full, 0, 0]
+            value = row.get(name, [])
             cells.append(
-                "" if value is None else COLUMNS[name][1].format(*(value if isinstance(value, list) else [value]))
+                COLUMNS[name][1].format(*(value if isinstance(value, list) else [value])) if value != [] else ""
             )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _cell(name: str, value: list[float]) -> str:
-    form = COLUMNS[name][1]
-    if name == "kl" and value[0] < 0.01:
-        form = form.replace(".3f", ".2g")
-    return form.format(*value)
 
 
 def method(row: Row) -> str:
@@ -369,8 +342,8 @@ def by_ratio(rows: list[Row]) -> str:
 
 
 def _short_cell(row: Row) -> str:
-    same = row.get("same_answer") or row["same_start"]
-    return f"{row['kl'][0]:.3f} / {row['kl_median'][0]:.3f} · {row['top1'][0]:.1%} · {same[0]:.0%}"
+    same = row["same_answer"] if "same_answer" in row else row["same_start"]
+    return f"{row['kl'][0]:.3f} / {row['kl_median']:.3f} · {row['top1']:.1%} · {same:.0%}"
 
 
 def claims_tables(result: Row) -> str:
@@ -395,31 +368,53 @@ def claims_tables(result: Row) -> str:
     return "\n".join([*lines, "", f"Time, median: {times}."])
 
 
-def draw(found: dict[str, Row], path: Path) -> None:
-    """Draw KL over the work, a line per method, a panel per set."""
-    if not found:
-        return
-    figure = Figure(figsize=(6.2 * len(found), 4.6), layout=ConstrainedLayoutEngine(w_pad=0.15))
-    for axes, (name, result) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        rows = [row for row in result["rows"] if "kl" in row]
-        labels = []
-        for place, shown in enumerate(SHOWN):
-            points = sorted((r for r in rows if method(r) == shown and r["ratio"]), key=lambda r: r["work"])
-            if len(points) < 2:
-                continue
-            values = [r["kl"][0] for r in points]
-            spread = [[r["kl"][0] - r["kl"][1] for r in points], [r["kl"][2] - r["kl"][0] for r in points]]
-            axes.errorbar([r["work"] for r in points], values, yerr=spread, marker=MARKERS[place], markersize=4,
-                          color=COLOURS[place], capsize=2, linewidth=1.3)  # fmt: skip
-            labels.append((shown, COLOURS[place], values[-1]))
-        reuse = next(r["kl"][0] for r in rows if r["label"] == "reuse")
-        axes.axhline(reuse, color="#d55e00", linestyle=":", linewidth=1)
-        axes.text(0, reuse, " plain reuse", color="#d55e00", fontsize=8, va="bottom")
-        axes.set_title(f"{TITLES[name]} ({result['questions']} questions)", fontsize=10)
-        axes.set_xlabel("work: share of a full prefill of the chunks", fontsize=9)
-        axes.set_ylabel("KL from full prefill, nats per token", fontsize=9)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        label_lines(axes, labels)
-    figure.savefig(path, metadata={"Date": None})
+def search_table(result: Row) -> str:
+    """Return recall and weak matches by set and kind of search."""
+    columns = {
+        "recall_at_1": "best chunk", "recall_at_5": "one of five", "recall_cut": "one of those kept", "hits_cut": "hits kept",
+        "weak": "weak, own", "weak_of_others": "weak, others",
+    }  # fmt: skip
+    lines = [f"| questions | chunks | `--search` | {' | '.join(columns.values())} |", "|---" * (len(columns) + 3) + "|"]
+    for row in result["results"]:
+        cells = [(f"{row[c]:.1f}" if c == "hits_cut" else f"{row[c]:.1%}") if c in row else "" for c in columns]
+        lines.append(f"| {row['questions']}, {row['count']} | {row['chunks']} | {row['by']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratio_table(result: Row) -> str:
+    """Return the ratio that `models check` chooses for each model and text, and how far it is on held-out questions."""
+    lines = [
+        "| model | text | ratio | prompts | made: mean + its error | 90th percentile | questions | held out: mean (95 %) "
+        "| median | 90th percentile |",
+        "|---" * 10 + "|",
+    ]
+    for one in result["models"]:
+        profile, held = profile_of(one["made"]), {row["ratio"]: row["kl"] for row in one["held"]}
+        cells = ["full prefill", *[""] * 7]
+        if found := profile.choice:
+            made = [str(profile.prompts), f"{found.mean:.3f} + {found.error:.3f}", f"{found.p90:.3f}"]
+            cells = [f"{found.ratio:g}", *made, *_described(held.get(found.ratio, []))]
+        lines.append(f"| {one['model']} | {one['text']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def profile_of(rows: list[Row]) -> Profile:
+    """Return the profile that `models check` makes of these measurements."""
+    limits = Settings()
+    found = tuple(distance_of(row["ratio"], "regression", row["kl"]) for row in rows)
+    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, p90_limit(limits.kl_mean), found)
+
+
+def _described(kl: list[float]) -> list[str]:
+    """Return mean with interval, median and 90th percentile in words; nothing of nothing."""
+    found = Bootstrap(len(kl)).interval(mean, kl)
+    if found is None:
+        return [""] * 4
+    mean_kl = WITH_INTERVAL.format(found.value, found.low, found.high)
+    return [str(len(kl)), mean_kl, f"{median(kl):.3f}", f"{np.percentile(kl, 90):.3f}"]
+
+
+TABLES: dict[str, Callable[[Row], str]] = {
+    "claims": claims_tables, "search_recall": search_table, "own_ratio": ratio_table,
+}  # fmt: skip
+"""Result -> its block."""

@@ -1,25 +1,19 @@
 """Selectors and a correction that the study compares and the tool does not offer, registered as a user's own are
 (docs/selectors.md).
 
-`draft`, `perturb` and `mean-shift` are names for BlendParams once this is imported; `nucleus` is a prefill for
-`Setting.prefill`. One process only: nothing here sums over the ranks of --tensor-parallel.
+`draft`, `perturb` and `mean-shift` are names for BlendParams once this is imported. One process only: nothing here sums
+over the ranks of --tensor-parallel.
 """
 
 from __future__ import annotations
 
-from typing import Any
-from unittest.mock import patch
-
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend import policy
 from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
-from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers, Look, attention_weights, run_fresh
+from cacheblend_cli.blend.evidence import AtCheckLayer, AttentionProbe, BeforeLayers, attention_weights, run_fresh
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
-from cacheblend_cli.engine.engine import Engine, Prefilled
-from cacheblend_cli.evaluation.settings import Prefill
+from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
 from cacheblend_cli.kv.forward import finish, layer_by_layer, write_kv
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -47,8 +41,8 @@ class DraftAttention:
         """The largest attention weight of the draft's rows on each candidate, [n] fp32, over these layers and their
         heads."""
         decoder, sequence, at = prompt.decoder, prompt.sequence, prompt.plan.num_tokens
-        hidden = finish(run_fresh(prompt, Look(prompt, frozenset(), candidates)))
-        look = Look(prompt, layers, candidates)
+        hidden = finish(run_fresh(prompt, AttentionProbe(prompt, frozenset(), candidates)))
+        look = AttentionProbe(prompt, layers, candidates)
         capacity = len(sequence.blocks) * sequence.pool.block_size
         for position in range(at, at + min(self.num_tokens, capacity - at)):
             assert hidden is not None
@@ -129,21 +123,6 @@ class MeanShift:
         noise = variance / count.clamp_min(1)
         keep = (1 - noise / mean.square().sum((1, 2)).clamp_min(1e-30)).clamp_min(0)
         return (mean * keep[:, None, None])[self._stale_chunk]
-
-
-def nucleus(share: float) -> Prefill:
-    """Return a prefill that recomputes fewer tokens than the ratio allows: those that cover this share of the scores'
-    sum."""
-
-    def covering(scores: Tensor, count: int, candidates: Candidates, **options: Any) -> Tensor:
-        covered = scores.sort(descending=True, stable=True).values.cpu().double().cumsum(0)
-        return choose(scores, min(count, int((covered < share * covered[-1]).sum()) + 1), candidates, **options)
-
-    def run(*args: Any, **kwargs: Any) -> Prefilled:
-        with patch.object(policy, "choose", covering):
-            return Engine.hold_prefill(*args, **kwargs)
-
-    return run
 
 
 def register() -> None:

@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from answer_scores import first_lines, parts_of
+from answer_scores import contains_reference, first_lines, parts_of
 from cacheblend_store import ChunkStore
 from report import PAGES, write_pages
 from results import (
     CORRECTION,
-    contains_reference,
     first_tokens,
     hardware,
     rows_of,
@@ -111,7 +110,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three questions of two sets")
     parser.add_argument("--model", help="instead of the set's own")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-dtype", help="codec of stored KV (the compute dtype)")
+    parser.add_argument("--kv-dtype", help="format of stored KV (exact)")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after the question that is being measured then"
     )
@@ -135,7 +134,7 @@ def main() -> None:
     elif not arguments.report:
         run(arguments, sets)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    write_pages(arguments.out, PAGES if arguments.out == RESULTS else {arguments.out / "report.md": None})
+    write_pages(arguments.out, PAGES if arguments.out == RESULTS else [arguments.out / "report.md"])
 
 
 def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
@@ -183,7 +182,7 @@ def half_of(study_set: StudySet, arguments: argparse.Namespace) -> str:
 
 def prepare(name: str, study_set: StudySet, arguments: argparse.Namespace) -> Run:
     config = EngineConfig(
-        model=arguments.model or study_set.model, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype or arguments.dtype
+        model=arguments.model or study_set.model, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype or "exact"
     )
     samples = study_set.samples(arguments.data)
     if study_set.halves:

@@ -1,5 +1,6 @@
 """Recall of `cacheblend search`: how often the best chunk, or one of the five best, answers; by words, by meaning and
-by both. And how often the best match is called weak, for questions about the documents and for questions about others.
+by both. How many hits are left if those far below the best one are cut, as by default, and how often one of them
+answers then. And how often the best match is called weak, for questions about the documents and about others.
 
     python study/search_recall.py [--musique musique_dev.json]
                                   [--sets handbook,musique,office,office-colloquial,languages]
@@ -20,18 +21,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
+from questions import office_data
+from report import search_table
+from results import write_result
 
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import BY, Lookup, SearchHit, search
+from cacheblend_cli.corpus.search import BY, Lookup, SearchResult, search
 from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
@@ -87,11 +92,6 @@ def musique(path: Path) -> tuple[Corpus, list[Asked]]:
     return corpus, asked
 
 
-def office_data() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((Path(__file__).parent / "office.json").read_text(encoding="utf-8"))
-    return data
-
-
 def office(questions: Iterable[tuple[str, str]]) -> tuple[Corpus, list[Asked]]:
     """Return the office pages. questions: (question, page)."""
     corpus = {f"/office/{name}": [text] for name, text in office_data()["pages"].items()}
@@ -131,37 +131,38 @@ def fill(store: ChunkStore, corpus: Corpus) -> None:
         store.put_documents([DocumentRecord(source, "one", "digest", tuple(places), time.time())])
 
 
-def recall(found: Sequence[Sequence[SearchHit]], questions: Sequence[Asked], k: int) -> float:
+def recall(found: Sequence[SearchResult], questions: Sequence[Asked], k: int) -> float:
     """Share of the questions with an answering chunk among the first k hits."""
-    places = [{(hit.source, hit.index) for hit in hits[:k]} for hits in found]
-    return share(not q.answered_by.isdisjoint(place) for q, place in zip(questions, places, strict=True))
+    places = [{(hit.source, hit.index) for hit in of.hits[:k]} for of in found]
+    return mean(not q.answered_by.isdisjoint(place) for q, place in zip(questions, places, strict=True))
 
 
-def share(outcomes: Iterable[bool]) -> float:
-    counted = list(outcomes)
-    return round(sum(counted) / len(counted), 4)
+def mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 4)
 
 
 def measure(cases: Sequence[Case], embedder: Embedder) -> list[dict[str, Any]]:
+    """Return a row per kind of search."""
     rows = []
     with ExitStack() as stack:
-        stores = []
+        pairs = list[tuple[Case, ChunkStore]]()
         for case in cases:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stores.append(stack.enter_context(ChunkStore.open(Path(folder) / "store", mode="write")))
-            fill(stores[-1], case.corpus)
+            store = stack.enter_context(ChunkStore.open(Path(folder) / "store", mode="write"))
+            fill(store, case.corpus)
+            pairs.append((case, store))
         questions = [question for case in cases for question in case.questions]
         for by in BY:
             lookup = Lookup(max(AT), by=by, embedder=embedder)
-            own, foreign = (
-                [search(store, q.question, lookup) for case, store in zip(cases, stores, strict=True) for q in case[i]]
-                for i in (1, 2)
+            own, cut = (
+                [search(store, q.question, each) for case, store in pairs for q in case.questions]
+                for each in (lookup, replace(lookup, cut=True))
             )
-            weak = {"weak": share(found.weak for found in own)}
-            if foreign:
-                weak["weak_of_others"] = share(found.weak for found in foreign)
-            hits = [found.hits for found in own]
-            rows.append({"by": by, **{f"recall_at_{k}": recall(hits, questions, k) for k in AT}, **weak})
+            others = [search(store, q.question, lookup) for case, store in pairs for q in case.others]
+            row = {"by": by, **{f"recall_at_{k}": recall(own, questions, k) for k in AT}}
+            row |= {"recall_cut": recall(cut, questions, max(AT)), "hits_cut": mean(len(found.hits) for found in cut)}
+            row |= {"weak": mean(found.weak for found in own)}
+            rows.append(row | ({"weak_of_others": mean(found.weak for found in others)} if others else {}))
     return rows
 
 
@@ -190,12 +191,8 @@ def main() -> None:
         chunks = sum(len(texts) for case in cases[name] for texts in case.corpus.values())
         about = {"questions": name, "count": count, "others": others, "chunks": chunks}
         results += [{**about, **row} for row in measure(cases[name], embedder)]
-    args.out.write_text(json.dumps({"embeddings": embedder.name, "results": results}, indent=1) + "\n")
-    columns = [*(f"recall_at_{k}" for k in AT), "weak", "weak_of_others"]
-    print(f"| questions | chunks | search | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
-    for r in results:
-        cells = [f"{r[c]:.1%}" if c in r else "" for c in columns]
-        print(f"| {r['questions']}, {r['count']} | {r['chunks']} | {r['by']} | {' | '.join(cells)} |")
+    write_result(args.out, {"embeddings": embedder.name, "results": results})
+    print(search_table({"results": results}))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_cli.model.families import FAMILIES, WRAPPERS
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = (ROOT, ROOT / "cacheblend_cli", ROOT / "benchmarks" / "gpu")
 NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
@@ -16,6 +18,7 @@ LINK = re.compile(r"\]\(([\w./-]+\.(?:md|json|svg|png|py|cfg))?(?:#([\w-]+))?\)"
 FOLDERS_OF_DOCUMENTS = (
     "",
     "docs",
+    "documents",
     "study",
     "benchmarks",
     "benchmarks/gpu",
@@ -46,7 +49,7 @@ def defined(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_what_is_named_is_there(document: Path) -> None:
+def test_symbols_and_links_of_documents_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for name, symbol in NAMED.findall(text):
         files = [folder / name for folder in FOLDERS if (folder / name).is_file()]
@@ -72,7 +75,20 @@ def test_lines_end_at_120_characters(document: Path) -> None:
         assert len(line) <= WIDTH or line.lstrip().startswith("|"), f"{document}:{number}"
 
 
-def test_a_question_and_a_document_are_followed_by_name() -> None:
-    """So that the test above has something to hold."""
+def test_the_index_leads_to_every_page() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    links = LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert pages - {link for link, _ in links} == {"index.md"}
+
+
+def test_the_page_of_models_names_every_family() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("<!-- families -->")[2]
+    named = set(re.findall(r"`([\w-]+)`", page.partition("<!-- end -->")[0]))
+    inside = {f"{name}_text" for name in WRAPPERS} | set(WRAPPERS)
+    assert set(FAMILIES) - inside <= named
+
+
+def test_architecture_names_many_symbols() -> None:
+    """So that test_symbols_and_links_of_documents_exist has something to check."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert len(NAMED.findall(text)) > 30

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,14 @@ def test_the_commands_work(
                 execute(line, capfd, monkeypatch)
     for line in lines:
         out = execute(line, capfd, monkeypatch)
-        told = not any(word in line for word in ("mkdir", "printf", "precompute", "push", "pull", "prune", "verify --"))
-        assert out.strip() or not told, line
+        prints = not any(
+            word in line for word in ("mkdir", "printf", "precompute", "push", "pull", "prune", "verify --")
+        )
+        assert out.strip() or not prints, line
     assert name != "tutorial.md" or (tmp_path / "answer.html").is_file()
 
 
-def test_what_the_tutorial_asks_is_found(
+def test_search_finds_the_page_that_the_tutorial_asks_about(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +82,7 @@ def test_what_the_tutorial_asks_is_found(
     assert "parking.md" in execute('cacheblend search "parking permit"', capfd, monkeypatch).splitlines()[1]
 
 
-def test_the_reference_and_the_manual_say_what_help_says() -> None:
+def test_generated_pages_are_current() -> None:
     """Where this fails: python -m tools.reference."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.reference", "--check"],
@@ -108,12 +111,20 @@ def test_the_commands_of_the_front_page_work(
     assert outs[-1].strip()
 
 
-def test_the_front_page_installs_the_pinned_model() -> None:
-    installs = re.findall(r"^    (pip install .+)$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert INSTALL in installs
+def test_the_page_on_installing_names_the_pinned_model() -> None:
+    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    assert INSTALL in re.findall(r"^    (pip install .+)$", page, re.MULTILINE)
 
 
-def test_what_the_front_page_names_is_there() -> None:
+def test_the_page_on_installing_names_every_extra() -> None:
+    declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    rows = page.partition("| extra | for |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == set(declared["optional-dependencies"]) - {"dev"}
+
+
+def test_commands_and_flags_of_the_front_page_exist() -> None:
     text, known = README.read_text(encoding="utf-8"), (DOCS / "reference.md").read_text(encoding="utf-8")
     makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
     named = re.findall(r"`([^`\n]+)`", text)

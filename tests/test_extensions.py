@@ -26,6 +26,7 @@ from cacheblend_cli import extensions
 from cacheblend_cli.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("", "documents", "store", "kernels")
 BROKEN = """
 [project.entry-points."cacheblend.decoders"]
 broken = "no_such_module:Decoder"
@@ -40,12 +41,16 @@ def install(source: Path, target: Path) -> None:
     subprocess.run([*pip, "--no-build-isolation", "--target", target, copy], check=True, timeout=100)
 
 
+def example(page: str) -> dict[str, str]:
+    """Return the last block of code of each language on a page."""
+    return dict(re.findall(r"```(\w+)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+
+
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the example of docs/extending.md installed, and two distributions with broken extensions."""
     folder, target = tmp_path_factory.mktemp("extensions"), tmp_path_factory.mktemp("packages")
-    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
-    code = dict(blocks)
+    code = example("docs/extending.md")
     (folder / "pyproject.toml").write_text(code["toml"] + BROKEN)
     (folder / "our_extensions.py").write_text(code["python"])
     install(folder, target)
@@ -122,6 +127,56 @@ def test_an_object_store_holds_a_tier(packages: Path, folder: Path) -> None:
     assert (unknown.code, "unknown tier 'nosql://" in unknown.err) == (2, True), unknown.err
 
 
+SUBTITLES = (
+    "1\n00:00:01,000 --> 00:00:04,000\nThe ferry leaves\nat nine.\n\n2\n00:00:05,000 --> 00:00:06,000\nBe there."
+)
+
+
+@pytest.fixture
+def converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder with the converter of documents/README.md installed, which the processes of this test import from."""
+    code, target = example("documents/README.md"), tmp_path / "packages"
+    source = tmp_path / "subtitles"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(code["toml"])
+    (source / "our_subtitles.py").write_text(code["python"])
+    install(source, target)
+    monkeypatch.setenv("PYTHONPATH", str(target))
+    return target
+
+
+def test_a_converter_is_found_by_suffix(converters: Path, folder: Path) -> None:
+    docs = folder / "docs"
+    docs.mkdir()
+    (docs / "a.SRT").write_text(SUBTITLES)
+    (docs / "b.srt").write_text("1\n")
+    (docs / "c.unknown").write_text("not read")
+    shutil.move(folder / "a.md", docs)
+    read = subprocess.run(
+        [sys.executable, "-m", "cacheblend_documents", "docs/a.SRT", "docs/b.srt"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert read.stdout == "The ferry leaves at nine.\nBe there.\n"
+    assert (read.returncode, "b.srt: no subtitles" in read.stderr) == (1, True), read.stderr
+    stored, listed = commands(converters, "precompute docs -q", "chunks ls --json")
+    assert (stored.code, "b.srt: no subtitles" in stored.err) == (0, True), stored.err
+    assert sorted({record["source"] for record in listed.records}) == ["docs/a.SRT", "docs/a.md"]
+    other = converters / "other_subtitles-2.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other-subtitles\nVersion: 2.0\n")
+    (other / "entry_points.txt").write_text(
+        "[cacheblend.converters]\nsrt = nothing:convert\nmd = nothing:convert\nsub = nothing:convert\n"
+    )
+    (docs / "d.sub").write_text("x")
+    twice, broken = commands(converters, "precompute docs/a.SRT docs/a.md", "precompute docs/d.sub")
+    assert "of other-subtitles 2.0, cannot be imported: ModuleNotFoundError" in broken.err
+    assert "several distributions" in twice.err
+    assert "other-subtitles 2.0" in twice.err
+    assert "a.md was not" not in twice.err, "a suffix of the package's own stays its own"
+
+
 def test_a_broken_extension_ends_only_what_uses_it(packages: Path, folder: Path) -> None:
     broken, twice, other = commands(
         packages, "serve --decoder broken:x --port 0", "serve --decoder twice:x", "search Mara"
@@ -135,7 +190,8 @@ def test_a_broken_extension_ends_only_what_uses_it(packages: Path, folder: Path)
 def test_a_plain_ask_looks_for_no_extension(folder: Path) -> None:
     code = """
 from cacheblend_cli import extensions
-extensions.installed = None  # calling it fails
+from cacheblend_documents import formats
+extensions.installed = formats._installed = None  # calling it fails
 sys.exit(run(["precompute", "a.md", "-q"]) or run(["ask", "billing?", "--max-tokens", "2", "--selector", "hkvd"]))
 """
     done = process(code=code)
@@ -155,7 +211,7 @@ def test_the_vllm_connector_is_a_decoder(tmp_path: Path, monkeypatch: pytest.Mon
     install(ROOT / "connectors/vllm", tmp_path / "packages")
     write_checkpoint(tmp_path / "tiny", "qwen2", max_position_embeddings=1024)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.float32).eval()
-    paths = [ROOT, ROOT / "store", ROOT / "kernels", tmp_path / "packages"]
+    paths = [*(ROOT / part for part in PACKAGES), tmp_path / "packages"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     with fake_vllm.serving(FakeServer(loaded, HandOverSource(str(tmp_path / "shm"), None))) as fake:
         flags = ("--decoder", f"vllm:{fake.url},{tmp_path / 'shm'}", "--port", "0", "--model", str(tmp_path / "tiny"))

@@ -10,7 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [
-    f for d in ("cacheblend_cli", "store", "kernels", "tools", "benchmarks", "study") for f in (ROOT / d).rglob("*.py")
+    f
+    for d in ("cacheblend_cli", "documents", "store", "kernels", "tools", "benchmarks", "study")
+    for f in (ROOT / d).rglob("*.py")
 ]
 
 
@@ -26,8 +28,8 @@ def test_no_code_from_data() -> None:
                 assert all(isinstance(v, ast.Constant) and v.value is False for v in said), path
 
 
-def test_store_and_kernels_folders_are_not_importable(tmp_path: Path) -> None:
-    code = "import importlib.util as u; print([n for n in ('store', 'kernels') if u.find_spec(n)])"
+def test_folders_of_packages_are_not_importable(tmp_path: Path) -> None:
+    code = "import importlib.util as u; print([n for n in ('documents', 'store', 'kernels') if u.find_spec(n)])"
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, text=True, check=True

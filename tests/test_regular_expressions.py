@@ -19,6 +19,7 @@ from step_matcher import StepMatcher, TooManySteps
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
     "cacheblend_cli",
+    "documents/cacheblend_documents",
     "store/cacheblend_store",
     "connectors/vllm/cacheblend_vllm",
     "kernels/cacheblend_kernels",

@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
     str(p.relative_to(ROOT)) for folder in ("benchmarks", "study", "tools") for p in (ROOT / folder).rglob("*.py")
 )
-PACKAGES = ("cacheblend_cli", "cacheblend_store", "cacheblend_kernels", "cacheblend_ray", "cacheblend_vllm")
+PACKAGES = (
+    "cacheblend_cli",
+    "cacheblend_documents",
+    "cacheblend_store",
+    "cacheblend_kernels",
+    "cacheblend_ray",
+    "cacheblend_vllm",
+)
 
 
 def is_there(module: str, name: str) -> bool:

@@ -118,7 +118,7 @@ def check_versions(python: Path) -> None:
 
 def compile_kernels(python: Path, cache: Path, target: Path, jobs: int) -> None:
     """Compile into `cache`, which later runs use again, and pack what this version of the kernels uses."""
-    paths = [ROOT / part for part in ("benchmarks", "tests/support", "kernels", "store", "")]
+    paths = [ROOT / part for part in ("benchmarks", "tests/support", "kernels", "store", "documents", "")]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     with tempfile.TemporaryDirectory() as folder:

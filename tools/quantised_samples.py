@@ -1,7 +1,7 @@
-"""Write weights as quantised and read back by the libraries that define the formats:
+"""Write weights as quantised and read back by the library that defines the formats:
 tests/model/quantised_samples.safetensors.
 
-    pip install bitsandbytes compressed-tensors accelerate
+    pip install compressed-tensors accelerate
     python tools/quantised_samples.py
 
 Each sample has a layer's tensors as the library stores them under `NAME/layer.`, and as it reads them back under
@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -25,23 +24,6 @@ from torch import Tensor
 OUT = Path(__file__).resolve().parent.parent / "tests" / "model" / "quantised_samples.safetensors"
 ROWS, COLUMNS = 40, 64
 Sample = tuple[dict[str, Tensor], Tensor, dict[str, Any]]
-
-
-def four_bits(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> Sample:
-    weight = torch.randn(ROWS, COLUMNS) * 0.1
-    data, state = bitsandbytes.functional.quantize_4bit(
-        weight, blocksize=64, quant_type=kind, compress_statistics=nested, quant_storage=storage
-    )
-    read = bitsandbytes.functional.dequantize_4bit(data, state)
-    parts = {"weight": data} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
-    return parts, read, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
-
-
-def eight_bits() -> Sample:
-    data, scales, _ = bitsandbytes.functional.int8_vectorwise_quant((torch.randn(ROWS, COLUMNS) * 0.1).half())
-    read = bitsandbytes.functional.int8_vectorwise_dequant(data, scales)
-    parts = {"weight": data, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return parts, read.float(), {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
 def compressed(form: str, **weights: Any) -> Sample:
@@ -72,11 +54,6 @@ def _extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
 def main() -> None:
     torch.manual_seed(0)
     made = {
-        "nf4": four_bits("nf4", nested=False),
-        "nf4 nested": four_bits("nf4", nested=True),
-        "fp4": four_bits("fp4", nested=False),
-        "fp4 nested in bfloat16": four_bits("fp4", nested=True, storage=torch.bfloat16),
-        "int8": eight_bits(),
         "fp8 tensor": compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
         "fp8 blocks": compressed(
             "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 24]

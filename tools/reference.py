@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.cli.flags import HELP_ALL
+from cacheblend_cli.errors import ExitCode
 from tools import answer_json, settings_page
 from tools.wrap import wrapped
 
@@ -20,8 +21,18 @@ DOCS = Path(__file__).parent.parent / "docs"
 _COLUMNS = "100"
 _TITLE = """# Reference
 
-What `--help` says of each command, written by `python -m tools.reference`.
+Exit codes, and what `--help` says of each command, written by `python -m tools.reference`.
 """
+_EXIT_CODES = {
+    ExitCode.OK: "done, or a confirmation was declined",
+    ExitCode.INTERNAL: "internal error; the message names a log",
+    ExitCode.USAGE: "wrong usage or input, or a result that cannot be written",
+    ExitCode.NOT_FOUND: "a file, model, chunk or match was not found, or the answer was refused",
+    ExitCode.STORE: "the store cannot be used, or holds damaged data",
+    ExitCode.DEVICE: "no such device, not enough memory, or a full queue",
+    ExitCode.CHANGED: "the answer was printed, and --confirm changed it",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
+}
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -53,7 +64,8 @@ def _of(command: Any, name: str, parent: Any) -> Iterator[tuple[str, Any]]:
 
 def reference() -> str:
     parts = [f"## {name}\n\n{_indented(text)}\n" for name, text in helps()]
-    return "\n".join((_TITLE, *parts))
+    codes = "\n".join(f"| {code.value} | {_EXIT_CODES[code]} |" for code in ExitCode)
+    return "\n".join((_TITLE, f"## Exit codes\n\n| code | |\n|---|---|\n{codes}\n", *parts))
 
 
 def manual() -> str:
@@ -64,7 +76,8 @@ def manual() -> str:
         lines = [("\\&" + line) if line.startswith((".", "'")) else line for line in body.splitlines()]
         parts.append("\n".join((f'.SH "{name.upper()}"', ".nf", *lines, ".fi")))
     head = ".TH CACHEBLEND 1\n.SH NAME\ncacheblend \\- ask over documents whose KV cache is computed once\n"
-    return head + "\n".join(parts) + "\n"
+    codes = "\n".join(f"{code.value:>3}  {_EXIT_CODES[code]}".replace("-", "\\-") for code in ExitCode)
+    return head + "\n".join((*parts, f'.SH "EXIT STATUS"\n.nf\n{codes}\n.fi')) + "\n"
 
 
 def _indented(text: str) -> str:

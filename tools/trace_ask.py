@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-PACKAGES = ("cacheblend_cli", "cacheblend_store", "cacheblend_kernels")
+PACKAGES = ("cacheblend_cli", "cacheblend_documents", "cacheblend_store", "cacheblend_kernels")
 QUESTION = "Which language does Leon Farrow speak?"
 
 

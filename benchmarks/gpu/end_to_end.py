@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from cacheblend_store.format.codecs import decode_kv, view_kv
+from decoded import read_kv
 from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded
 from gpu.checks import TOLERANCE, rope_reference, row_error
 from gpu.cost import Ceilings, Work, decode_floor, decode_weight_bytes, expected_s, prefill_floor, prefill_flops
@@ -120,7 +120,7 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
         row["expected_s"] = expected_s(spec, bench.ceilings, length, bench.scenario.suffix, name, work.kv_bytes)
     row["tflop_s"] = prefill_flops(spec, work) / median / 1e12
     row["chosen"] = 0 if isinstance(done, Tensor) else len(_result(done).chosen)
-    loaders = [one.loader for _, one in found if isinstance(one, Prefilled)]
+    loaders = [one.result.loader for _, one in found if isinstance(one, Prefilled)]
     if loaders and work.kv_bytes:
         row["load_gb_s"] = work.kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
         row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
@@ -158,7 +158,7 @@ def _work(bench: Bench, length: int, name: str, done: Done) -> Work:
     if isinstance(done, Tensor):
         rows = [LayerReport(i, LayerStatus.AFTER_CHECK, length, 0) for i in range(spec.num_layers)]
         return Work(length, suffix, rows)
-    kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
+    kv_bytes = done.result.loader.num_bytes if isinstance(done, Prefilled) else 0
     probed = policy_of(_blend(name), spec.num_layers, bench.lossless).probe_layers if name.startswith("query") else ()
     return Work(length, suffix, _result(done).layers, kv_bytes, probed)
 
@@ -335,13 +335,12 @@ def _loaded_rows(bench: Bench, loaded: Loaded, length: int) -> Iterator[Pair]:
                 assert segment.key is not None
                 manifest = reader.undamaged(segment.key)
                 assert manifest is not None
-                shape = (segment.end - segment.start, spec.num_kv_heads, spec.head_dim)
-                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
+                k, v = read_kv(reader, manifest, layer)
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
                 tables = rope.cos_sin(positions, length)[rope.of_layer[layer]]
                 cache, slots = bench.memory.pool.layers[layer], loaded.sequence.slots(positions)
-                yield cache.k.view(-1, *shape[1:])[slots], rope_reference(k.to(bench.device), *tables)
-                yield cache.v.view(-1, *shape[1:])[slots], v.to(bench.device)
+                yield cache.k.flatten(0, 1)[slots], rope_reference(k.to(bench.device), *tables)
+                yield cache.v.flatten(0, 1)[slots], v.to(bench.device)
 
 
 CHECKS: dict[str, Check] = {

@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_host.json"
-sys.path[:0] = [str(ROOT / part) for part in ("", "benchmarks", "kernels", "store", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("", "benchmarks", "kernels", "store", "documents", "tests/support")]
 REPEATS = 300
 ROWS, KNOWN, LENGTH, CHUNKS = 64, 640, 4096, 8
 

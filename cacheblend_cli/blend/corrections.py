@@ -84,7 +84,7 @@ class Regression:
         for (bits, _), chunks in of_size.items():
             at_once = max(1, numbers // (width << bits))
             for start in range(0, len(chunks), at_once):
-                self._parts.append(_Part.of(prompt, every, number, chunks[start : start + at_once]))
+                self._parts.append(_ChunkBatch.of(prompt, every, number, chunks[start : start + at_once]))
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Correct the layer's stale rows in the pool. k (before RoPE), v: fresh values of the repaired tokens,
@@ -121,7 +121,7 @@ class Regression:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ChunkBatch:
     """A batch of C chunks of similar size: S stale tokens each, followed by M recomputed (known) ones; R = S + M.
 
     Smaller chunks are padded with one of their known tokens, treated as uncorrelated with everything; its slot is
@@ -137,7 +137,9 @@ class _Part:
     placed: Tensor  # fp32 [C, M, R], correlation by distance
 
     @classmethod
-    def of(cls, prompt: Prompt, every: Candidates, number: Tensor, chunks: Sequence[tuple[Tensor, Tensor]]) -> _Part:
+    def of(
+        cls, prompt: Prompt, every: Candidates, number: Tensor, chunks: Sequence[tuple[Tensor, Tensor]]
+    ) -> _ChunkBatch:
         """Build a part. chunks: (stale, known) tokens of each chunk, as indexes of `every`, on the host; number: [n]
         int64, index of a known token among the recomputed ones."""
         stale, known = (max(len(chunk[i]) for chunk in chunks) for i in (0, 1))

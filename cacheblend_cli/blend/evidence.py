@@ -45,9 +45,9 @@ class BeforeLayers:
 
     def probe(self, candidates: Candidates) -> Pass[None]:
         """Compute `attention` with pauses between layers, before the selector asks for it."""
-        look = Look(self.prompt, self.probe_layers, candidates, stop=max(self.probe_layers, default=0))
-        yield from run_fresh(self.prompt, look)
-        self._found = self.prompt.decoder.part.ranks.largest(look.found)
+        probe = AttentionProbe(self.prompt, self.probe_layers, candidates, stop=max(self.probe_layers, default=0))
+        yield from run_fresh(self.prompt, probe)
+        self._found = self.prompt.decoder.part.ranks.largest(probe.found)
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
@@ -65,14 +65,14 @@ class BeforeLayers:
         return self._found
 
 
-def run_fresh(prompt: Prompt, look: Look) -> Pass[Hidden | None]:
+def run_fresh(prompt: Prompt, probe: AttentionProbe) -> Pass[Hidden | None]:
     """Pass the fresh rows (suffix and missing chunks) through the layers, over the stored KV."""
     computed = [s for s in prompt.plan.segments if s.status == "computed"]
     rows = prompt.rows(positions_of(computed, prompt.decoder.device))
-    return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], look)
+    return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], probe)
 
 
-class Look(Steps):
+class AttentionProbe(Steps):
     """Observe the attention of a pass's last rows (at most as many as the suffix has) in the probe layers.
 
     stop: last layer whose queries are needed.
@@ -82,7 +82,7 @@ class Look(Steps):
         self, prompt: Prompt, probe_layers: frozenset[int], candidates: Candidates, stop: int | None = None
     ) -> None:
         self._prompt, self._probe_layers, self._candidates, self._stop = prompt, probe_layers, candidates, stop
-        self._num_looking = len(prompt.plan.segments[-1].token_ids)
+        self._num_rows = len(prompt.plan.segments[-1].token_ids)
         self._peaks = torch.zeros(prompt.plan.num_tokens, device=prompt.decoder.device)
 
     @property
@@ -97,7 +97,7 @@ class Look(Steps):
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         if layer.index in self._probe_layers:
-            q, positions = q[-self._num_looking :], rows.positions[-self._num_looking :]
+            q, positions = q[-self._num_rows :], rows.positions[-self._num_rows :]
             attention_peaks(self._prompt.sequence, layer, q, positions, rows, self._peaks)
 
 

@@ -15,6 +15,7 @@ position, never by row number. Exact spans are never rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,34 +27,50 @@ from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
+from cacheblend_cli.kv.device_time import DeviceTime
 from cacheblend_cli.kv.forward import FreshKV, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer, write_kv
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import LayerReport, LayerStatus
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
-@dataclass
+
+@dataclass(frozen=True)
 class PrefillResult:
-    logits: Tensor  # fp32 [number of output positions, vocab_size]
-    chosen: Tensor  # sorted positions that were recomputed in the last layers
-    layers: list[LayerReport] = field(default_factory=list)
+    """The prefill of a prompt: the whole one, or what is done after a step of it. It knows no request, so that a worker
+    returns it as the algorithm does."""
+
+    loader: KVLoader  # figures of loading, final once the prompt is done
+    num_filled: int  # leading positions whose KV is final
+    logits: Tensor = _NOTHING  # fp32 [number of output positions, vocab_size], once the prompt is done
+    chosen: Tensor = _NOTHING  # sorted positions that were recomputed in the last layers, int64
+    layers: Sequence[LayerReport] = ()  # of the whole prompt, () before it is done
+    time: DeviceTime = field(default_factory=DeviceTime)  # of a worker's steps so far
+    is_paused: bool = False  # between two layers of a step
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.layers)
 
     @property
     def fresh_token_layers(self) -> int:
         return sum(report.fresh for report in self.layers)
 
 
-def blended_prefill(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> PrefillResult:
-    """Fill the sequence's KV for the whole prompt and return the logits at `output_positions` (default: the last).
-
-    Without cached segments in the plan this is a full prefill. Raises BadChunk if stored KV cannot be used.
-    """
-    return finish(blended_layers(prompt, policy, output_positions))
+def blended_prefill(prompt: Prompt, policy: BlendPolicy) -> PrefillResult:
+    """`blended_layers` without pauses."""
+    return finish(blended_layers(prompt, policy))
 
 
 def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> Pass[PrefillResult]:
-    """`blended_prefill`, with pauses between layers."""
+    """Fill the sequence's KV for the whole prompt, with pauses between layers, and return the logits at
+    `output_positions` (default: the last).
+
+    Without cached segments in the plan this is a full prefill. Raises BadChunk if stored KV cannot be used.
+    """
     decoder = prompt.decoder
     if output_positions is None:
         output_positions = torch.full((1,), prompt.plan.num_tokens - 1, device=decoder.device)
@@ -66,7 +83,8 @@ def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor
     rows = steps.rows
     hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps)
     assert hidden is not None
-    return PrefillResult(hidden.logits(decoder), steps.candidates.positions, steps.reports)
+    chosen, num_filled = steps.candidates.positions, prompt.plan.num_tokens
+    return PrefillResult(prompt.loader, num_filled, hidden.logits(decoder), chosen, steps.reports)
 
 
 class BlendSteps(Steps):
@@ -154,8 +172,8 @@ def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
     blended = [(i, s) for i, s in enumerate(plan.segments) if s.status == "blended"]
     computed = [s for s in plan.segments if s.status == "computed"]
 
-    chunk = joined([torch.full((len(s.token_ids),), i) for i, s in blended], device)
-    offset = joined([torch.arange(len(s.token_ids)) for _, s in blended], device)
-    sizes = tuple(len(s.token_ids) for _, s in blended if s.token_ids)
+    chunk = joined([torch.full((s.num_tokens,), i) for i, s in blended], device)
+    offset = joined([torch.arange(s.num_tokens) for _, s in blended], device)
+    sizes = tuple(s.num_tokens for _, s in blended if s.token_ids)
     every = Candidates(positions_of([s for _, s in blended], device), chunk, offset, sizes)
     return every, positions_of(computed, device)

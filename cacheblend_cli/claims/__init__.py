@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cacheblend_cli.claims.figures import Figure, codes, figures, numbers_in_words
 from cacheblend_cli.claims.passages import Passages, Place
 from cacheblend_cli.claims.units import is_known
-from cacheblend_cli.claims.wording import folded, names, quotes, words
+from cacheblend_cli.claims.words import folded, names, quotes, words
 from cacheblend_cli.types import ClaimKind
 
 _WORDS_THAT_COUNT = 12  # up to this number a word without a unit ("two ways") is no claim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cacheblend_cli.claims.wording import COMMON, folded, is_cjk, words
+from cacheblend_cli.claims.words import COMMON, folded, is_cjk, words
 
 _LONGEST = 400  # characters: what is longer says more
 _LEAST = 0.6  # share of the question's words that a text has

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from cacheblend_cli.claims.units import POWERS, SYMBOLS, TEMPERATURES, UNITS, unit_behind, unit_of
-from cacheblend_cli.claims.wording import CJK
+from cacheblend_cli.claims.words import CJK
 
 Kind = Literal["number", "date", "time", "code", "address"]
 

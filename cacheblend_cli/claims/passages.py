@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cacheblend_cli.claims.figures import DIGITS, MINUS, Figure, figures, numbers_in_words, of_either_half
 from cacheblend_cli.claims.units import ANY, POWERS, keys_for, keys_of
-from cacheblend_cli.claims.wording import CJK, WORD, folded, is_cjk, unaccented, words
+from cacheblend_cli.claims.words import CJK, WORD, folded, is_cjk, unaccented, words
 
 MAX_STEPS = 200_000
 """Bound on the work for the claims of a request, in steps of one or two microseconds. The claims that are left

@@ -32,7 +32,7 @@ from cacheblend_cli.types import (
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.types import Answer, AskPlan, PlannedChunk
+    from cacheblend_cli.types import Answer, AskPlan, ChunkPlan
 
 STDIN = "stdin"
 """Source of chunks of a document that was piped to the command."""
@@ -90,7 +90,7 @@ class AskSession:
         plan = (self._running() or self._load()).plan(ask_request)
         named = {key.hex() for key in ask_request.keys}
 
-        def is_sent(chunk: PlannedChunk) -> bool:
+        def is_sent(chunk: ChunkPlan) -> bool:
             return chunk.id not in named and (ask_request.search is None or chunk.source.startswith(SENT))
 
         if not self._documents:

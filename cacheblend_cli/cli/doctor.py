@@ -71,8 +71,8 @@ def _versions(settings: Any) -> dict[str, str]:
 def _device(settings: Any) -> dict[str, Any]:
     import torch
 
+    from cacheblend_cli.model.cpu import cpu_name
     from cacheblend_cli.model.device import resolve_device
-    from cacheblend_cli.model.machine_speeds import cpu_name
 
     device = resolve_device(settings.device)
     facts: dict[str, Any] = {
@@ -134,11 +134,10 @@ def _store(settings: Any) -> dict[str, Any]:
 
 
 def _model(settings: Any) -> dict[str, Any]:
-    from cacheblend_cli.model.tokenizer_probes import text_check
     from cacheblend_cli.types import BlendParams
 
     engine = options.load_engine(settings, Output(quiet=True))
-    facts = engine.describe() | {"documents": text_check(engine.model.tokenizer)}
+    facts = engine.describe()
     blend, source = BlendParams.of(settings), "auto" if settings.ratio == "auto" else "given"
     if settings.ratio == "model":
         blend, source = engine.own_blend(blend)

@@ -85,7 +85,8 @@ class LocalEngine:
             from cacheblend_cli.cli.tier import share
 
             share(store, resolved.settings, output)
-        read_ahead(resolved.settings)
+        settings = resolved.settings
+        read_ahead(settings.model, settings.dtype, settings.weight_dtype)
         self._store, self.engine = store, options.load_engine(resolved.settings, output)
         self._note = cache(output.note)  # each message once, however many questions
 
@@ -100,15 +101,13 @@ class LocalEngine:
         return self._told(request, self.engine.events(request))
 
     def _told(self, request: Request, events: Iterator[Event]) -> Iterator[AnswerEvent]:
-        from cacheblend_cli.engine.events import Done, Reasoning, Text
+        from cacheblend_cli.engine.events import Done
 
         yield Notes(list(request.notes))
         yield request.progress()
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, Progress) or (isinstance(event, Piece) and event.index == 0):
                 yield event
-            elif isinstance(event, Text | Reasoning) and event.index == 0:
-                yield Piece(event.text, isinstance(event, Reasoning))
             elif isinstance(event, Done):
                 answer = event.answers[0]
                 yield CompletedAnswer(answer, [], *self.engine.explain(request, answer))

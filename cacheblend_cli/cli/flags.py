@@ -35,6 +35,7 @@ _REMOVED = {
     "--decode-url": "use --decoder vllm:URL (docs/extending.md)",
     "--decode-key": "use the variable VLLM_API_KEY (docs/extending.md)",
     "--hand-over": "use --decoder vllm:URL,DIRECTORY (docs/extending.md)",
+    "--revision": "use ID@REVISION",
     "--recheck": "chunks verify checks every stored byte; cacheblend precompute --force computes KV again",
     **{f"--{name.replace('_', '-')}": instead for name, instead in REMOVED.items()},
 }

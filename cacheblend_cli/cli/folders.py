@@ -50,9 +50,12 @@ def selected(
 ) -> dict[str, Any]:
     """Return the given fields of a Selection. An empty pattern clears the remembered ones. Raises UsageError."""
     if ocr:
-        from cacheblend_cli.corpus.ocr import check_ocr
+        from cacheblend_documents.ocr import check_ocr
 
-        check_ocr(ocr_languages)
+        from cacheblend_cli.corpus.documents import ocr_errors
+
+        with ocr_errors():
+            check_ocr(ocr_languages)
     found = {
         "include": tuple(filter(None, include)) if include else None,
         "exclude": tuple(filter(None, exclude)) if exclude else None,
@@ -109,7 +112,7 @@ class SkippedFiles:
 
 def _hint(group: str) -> str:
     """Return how to read the files of a group, or why that is impossible; "" if the group's name says so."""
-    from cacheblend_cli.corpus.walk import reason_of_suffix
+    from cacheblend_documents.formats import reason_of_suffix
 
     if group.startswith("."):
         return reason_of_suffix(f"a{group}") or "name them, or --include them"
@@ -149,7 +152,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def not_stored(files: Sequence[Skipped]) -> UsageError:
-    from cacheblend_cli.corpus.walk import reason_of_suffix
+    from cacheblend_documents.formats import reason_of_suffix
 
     first, more = files[0], f", and {len(files) - 1} more" if len(files) > 1 else ""
     hint = _HINTS.get(first.group, "").replace("them", "it")

@@ -60,8 +60,7 @@ def ls(
 
 @app.command("pull")
 def pull(
-    model: str = Argument(help="ID or ID:FILE.gguf; @REVISION may follow ID."),
-    revision: str | None = Option(None, help="A branch, a tag or a commit."),
+    model: str = Argument(help="ID or ID:FILE.gguf; @REVISION (a branch, a tag or a commit) may follow ID."),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -77,7 +76,7 @@ def pull(
     output = Output(json=json, quiet=quiet)
     if quiet or not output.animated:
         disable_progress_bars()
-    name = HubName.parse(model).at(revision)
+    name = HubName.parse(model)
     output.note(f"downloading {name.text}")
     path = fetch(name)
     size = _size(path)
@@ -170,19 +169,16 @@ def check(
 def _check_numbers(settings: Settings, output: Output) -> dict[str, Any]:
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
-    from cacheblend_cli.model.tokenizer_probes import text_check
 
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
     engine = options.load_engine(replace(settings, dtype=dtype), output)
-    documents = text_check(engine.model.tokenizer)
     found = check_model(engine, with_transformers=not is_converted(engine.model.path))
     output.text(f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits")
     output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
     if found.transformers is not None:
         output.text(f"  full prefill, transformers           {found.transformers:.2g}")
     output.text(f"{'passed' if found.passed else 'FAILED'}: rounding explains up to {found.limit:.2g}")
-    output.text(f"documents: {documents}")
-    return {**asdict(found), "passed": found.passed, "documents": documents}
+    return {**asdict(found), "passed": found.passed}
 
 
 def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], output: Output) -> Profile:
@@ -229,7 +225,6 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     from cacheblend_cli.model.loading import DTYPES, resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
     from cacheblend_cli.model.tokenizer import Tokenizer
-    from cacheblend_cli.model.tokenizer_probes import text_check
     from cacheblend_cli.prompt.collection import kv_facts
 
     path = resolve_model(model, output.note)
@@ -239,9 +234,8 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     try:
         tokenizer = Tokenizer(path, spec.vocab_size)
         missing = "nothing" if tokenizer.has_template else "a chat template: prompts are plain text"
-        documents = text_check(tokenizer)
     except CacheBlendError as error:
-        missing, documents = error.message, "not known"
+        missing = error.message
     return {
         "model": model,
         "family": spec.config.get("model_type"),
@@ -259,7 +253,6 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
         **kv_facts(spec, settings.kv_dtype, dtype, spec.kv_bytes_per_token(dtype.itemsize)),
         **(_adapter(spec, Path(settings.lora).expanduser()) if settings.lora else {}),
         "ratio": _ratios(path, spec, settings),
-        "documents": documents,
         "missing": missing,
     }
 

@@ -368,7 +368,7 @@ class _View:
         if planned is not None and planned.seconds and not planned.changes:  # otherwise it was shown before
             self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
         self.close()
-        self.total, self._start = 0 if planned is None else planned.work_tokens, time.perf_counter()
+        self.total, self._start = 0 if planned is None else planned.computed_tokens, time.perf_counter()
 
     def _count(self, tokens: int) -> None:
         if tokens:
@@ -413,8 +413,6 @@ def _warn_hidden(names: list[str], output: Output) -> None:
 def _summary(report: PrecomputeReport, output: Output, place: str) -> None:
     chunks = report.new + report.unchanged + report.replaced
     taken = f", {report.taken} of them from the tier" if report.taken else ""
-    if report.converted.chunks:
-        taken += f", {report.converted.chunks} converted from a finer KV dtype ({report.converted.tokens:,} tokens not computed again)"
     speed = f"; {report.tokens_per_s:,.0f} tokens/s" if report.computed_tokens else ""
     counts = {name: getattr(report, name) for name in ("new", "replaced", "unchanged", "removed")}
     changes = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
@@ -429,7 +427,7 @@ def _dry_summary(report: PrecomputeReport, output: Output) -> None:
     amounts = {name: getattr(difference, name) for name in ("new", "replaced", "unchanged", "removed")}
     if output.is_json:
         facts = {"documents": report.documents, "tokens": report.tokens, "bytes": report.bytes}
-        facts |= {name: vars(amount) for name, amount in amounts.items()} | {"converted": vars(difference.converted)}
+        facts |= {name: vars(amount) for name, amount in amounts.items()}
         omissions = {document.source: document.omissions for document in report.incomplete}
         output.json(
             {**facts, "omissions": omissions, "seconds": round(difference.seconds, 3), "skipped": len(report.skipped)}
@@ -440,7 +438,6 @@ def _dry_summary(report: PrecomputeReport, output: Output) -> None:
     output.text(
         f"{counted(report.documents, 'document')}, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
         f"{difference.computed_tokens:,} tokens to compute, about {format_seconds(difference.seconds)} on this machine"
-        + (f"; {difference.converted.tokens:,} to convert from a finer KV dtype" if difference.converted.tokens else "")
     )
     for change in _changes(difference):
         output.note(change)

@@ -148,7 +148,7 @@ def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None
     if (reply := ask_status(warm := socket_of(settings))) is not None:
         there = f"an engine with these settings already runs at {reply['url']} (process {reply['pid']})"
         raise UsageError(there, "use it, or end it: cacheblend serve --stop")
-    read_ahead(settings)
+    read_ahead(settings.model, settings.dtype, settings.weight_dtype)
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.server.app import make_app

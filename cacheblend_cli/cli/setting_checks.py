@@ -89,9 +89,12 @@ def _check_engine(settings: Settings) -> None:
 
 
 def _check_languages(settings: Settings) -> None:
-    from cacheblend_cli.corpus.ocr import check_languages
+    from cacheblend_documents.ocr import check_languages
 
-    check_languages(settings.ocr_languages)
+    from cacheblend_cli.corpus.documents import ocr_errors
+
+    with ocr_errors():
+        check_languages(settings.ocr_languages)
 
 
 def _check_tier(settings: Settings) -> None:

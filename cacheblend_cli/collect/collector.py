@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
-from cacheblend_store.format.blobs import FINER
-from cacheblend_store.format.codecs import decode_kv, view_kv
+from cacheblend_store import ChunkManifest, ChunkStore
 from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.store import PutStatus
-from torch import Tensor
 
 from cacheblend_cli.collect.commits import Whole, commit
 from cacheblend_cli.collect.encoding import encode_chunk, encoded
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.records import keep_record, kept_records
+from cacheblend_cli.prompt.records import keep_record
 
 if TYPE_CHECKING:
     from cacheblend_store.tier import Tier
@@ -45,7 +42,7 @@ class PlannedChunk:
     keeps_state: bool = True  # a hybrid's state after it is stored
 
 
-How = Literal["converted", "fetched", "computed"]
+How = Literal["fetched", "computed"]
 
 
 class CollectedChunk(NamedTuple):
@@ -93,16 +90,17 @@ class Collector:
     def begin(self) -> None:
         """Store the prefix's KV once as a separate chunk, so that `ask` loads it instead of computing it. Replaces
         damaged KV. `store` calls this first."""
-        store = self._store
         if self._with_prefix and self.prefix.token_ids:
-            store.put_chunks([self._whole(prefix_chunk(self.collection), self.prefix.kv)], self._keep)
+            self.collection.model.check_files()
+            blobs = encode_chunk(self.prefix.kv, self.collection.prefix_codec).blobs()
+            self.put_blobs(prefix_chunk(self.collection), blobs)
         self._with_prefix = False  # it is stored now
 
     def store(
         self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
     ) -> Iterator[CollectedChunk]:
-        """Store the KV of chunks, each key once: convert KV stored in a finer codec, fetch KV from the tier, compute
-        the rest. Yields each chunk once it is durable.
+        """Store the KV of chunks, each key once: fetch KV from the tier, compute the rest. Yields each chunk once it is
+        durable.
 
         again: compute all of them. fetch: False not to wait for the tier. every_s: see `commit`. Raises StoreErrors,
         DeviceError.
@@ -110,7 +108,6 @@ class Collector:
         self.begin()
         left = {planned.key: planned for planned in chunks}
         ways: dict[How, Callable[[Sequence[PlannedChunk]], Iterator[Whole]]] = {
-            **({} if again else {"converted": self._converted}),
             **({"fetched": self._from_tier} if fetch and not again else {}),
             "computed": self._computed,
         }
@@ -118,9 +115,6 @@ class Collector:
             for key, status in commit(self._store, way(list(left.values())), self._keep, every_s):
                 del left[key]
                 yield CollectedChunk(key, status, how)
-
-    def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
-        self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def put_blobs(self, planned: PlannedChunk, blobs: Sequence[bytes]) -> None:
         self._store.put_chunks([(chunk_manifest(self.collection, planned), blobs)], self._keep)
@@ -145,19 +139,6 @@ class Collector:
             assert planned.key == key
             yield chunk_manifest(self.collection, planned), blobs
 
-    def _converted(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
-        collection = self.collection
-        codecs = FINER.get(collection.codec, ()) if collection.model.decoder.state_layout is None else ()
-        finer = [replace(collection, codec=codec) for codec in codecs]
-        stored = kept_records(self._store).keys()
-        finer = [of for of in finer if of.id in stored]  # most stores have one codec
-        for planned in chunks if finer else ():
-            found = (_layers(self._store, of.key(planned.chunk.token_ids, planned.left), planned) for of in finer)
-            layers = next(filter(None, found), None)
-            if layers is not None:
-                kv = ChunkKV(planned.key, [k for k, _ in layers], [v for _, v in layers])
-                yield self._whole(planned, kv)
-
     def _from_tier(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         """Yield the chunks in the tier, with at most about _TIER_BYTES of KV in memory."""
         tier = self._store.tier
@@ -176,12 +157,6 @@ class Collector:
                 blobs = source.take(manifest.key)
                 if blobs is not None:
                     yield manifest, blobs
-
-    def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
-        assert planned.key == kv.key
-        self.collection.model.check_files()
-        manifest = chunk_manifest(self.collection, planned)
-        return manifest, encode_chunk(kv, manifest.codec).blobs()
 
 
 @dataclass(frozen=True)
@@ -208,24 +183,6 @@ class Cluster(Protocol):
     def collector(self, collection: Collection, store: ChunkStore) -> Collector:
         """Return the collector that writes KV of a collection's chunks to the tier, and their texts to the store."""
         ...
-
-
-def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[Tensor, Tensor]] | None:
-    """Return stored K and V of each layer in fp32; None if they are missing, damaged, or belong to different tokens."""
-    with store.read() as reader:
-        manifest = reader.undamaged(key)
-        if manifest is None or not manifest.has_kv or manifest.token_ids != planned.chunk.token_ids:
-            return None
-        try:
-            return [stored_kv(reader, manifest, layer) for layer in range(manifest.num_layers)]
-        except BadBlob:
-            return None
-
-
-def stored_kv(reader: StoreReader, manifest: ChunkManifest, layer: int) -> tuple[Tensor, Tensor]:
-    """Return stored K and V of a layer in fp32. Raises BadBlob."""
-    codec, data = manifest.codec, reader.layer(manifest, layer)
-    return decode_kv(view_kv(data, codec, manifest.num_tokens, *manifest.shapes[layer]), codec, manifest.v_head_dim)
 
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:

@@ -9,13 +9,13 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
+from cacheblend_documents.ocr import check_ocr
 from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.collect.document_records import StoredDocument, gone_documents
 from cacheblend_cli.collect.settings import CollectSettings, DocumentRoot, SourceSettings
-from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, Skipped, read_documents
-from cacheblend_cli.corpus.ocr import check_ocr
+from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, Skipped, ocr_errors, read_documents
 from cacheblend_cli.corpus.places import is_below, is_stdin, is_within, linked_from, place_of, with_parents
 from cacheblend_cli.corpus.walk import Selection
 from cacheblend_cli.prompt.collection import Collection
@@ -177,8 +177,9 @@ def diff_corpus(
     names = {place_of(path): linked_from(path) for path in paths.all}
     source_settings = SourceSettings(collection, store)
     selections = {name: replace(source_settings.selection_of(name), **paths.select) for name in names}
-    for languages in {selection.ocr for selection in selections.values()} - {""}:
-        check_ocr(languages)
+    with ocr_errors():
+        for languages in {selection.ocr for selection in selections.values()} - {""}:
+            check_ocr(languages)
     documents, digests = list[DocumentFile](), dict[str, str]()
     for found in read_documents(
         paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions, _known_files(records)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from cacheblend_store import Amount, ChunkStore
-from cacheblend_store.format.blobs import FINER
 
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
-from cacheblend_cli.collect.document_records import StoredDocument, is_current, record_settings
+from cacheblend_cli.collect.document_records import StoredDocument
 from cacheblend_cli.collect.plan import Part, PlannedDocument
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.collect.room import Room
@@ -51,17 +50,11 @@ class Difference:
     # times.
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
     missing: list[Missing] = field(default_factory=list)  # chunks to compute, per collection
-    converted: Amount = field(default_factory=Amount)  # chunks to convert from a finer codec instead of computing them
     seconds: float = 0.0  # estimated time to compute the missing chunks; 0 if not measured
 
     @property
     def computed_tokens(self) -> int:
         return sum(missing.tokens for missing in self.missing)
-
-    @property
-    def work_tokens(self) -> int:
-        """Tokens of the chunks to compute or convert."""
-        return self.computed_tokens + self.converted.tokens
 
 
 def compare(
@@ -99,12 +92,10 @@ class _Comparison:
         """Count a document's chunks, and why some are computed. missing: gets the chunks to compute."""
         source, before = document.file.source, missing.chunks
         own = self._diff.replaced(source, part.collection, part.settings.context)
-        finer = self._finer(part, document)
-        for index, size in enumerate(document.sizes):
+        for size in document.sizes:
             if size.key not in self.planned:
                 self.planned.add(size.key)
-                is_finer = index < len(finer) and finer[index]
-                self._add(part, size, missing, self.found.replaced if own else self.found.new, is_finer=is_finer)
+                self._add(part, size, missing, self.found.replaced if own else self.found.new)
         if missing.chunks == before or self._force:
             return
         if versions := own or self._diff.versions(source):
@@ -112,35 +103,14 @@ class _Comparison:
         elif source in self._diff.worded:
             self.found.changes.update(self._diff.worded[source].differences(part.collection.template.wording))
 
-    def _add(self, part: Part, size: ChunkSize, missing: Missing, changed: Amount, *, is_finer: bool) -> None:
+    def _add(self, part: Part, size: ChunkSize, missing: Missing, changed: Amount) -> None:
         """Count a chunk. changed: amount to add it to if it is not stored."""
         kept, num_bytes = size.key in self._room, part.stored_bytes(size.num_tokens)
         is_stored = not self._force and size.has_kv is not None and (size.has_kv or not kept)
         amount = self.found.unchanged if is_stored else changed
         amount.add(size.num_tokens, num_bytes if kept else 0)
-        if is_stored or not kept:
-            return
-        if is_finer:
-            self.found.converted.add(size.num_tokens, num_bytes)
-        else:
+        if kept and not is_stored:
             missing.add(size)
-
-    def _finer(self, part: Part, document: PlannedDocument) -> list[bool]:
-        """Return for each chunk of a document whether its KV is stored in a finer codec.
-
-        Return [] if no finer codec has the current version of the document, or if all chunks are computed again.
-        """
-        store, collection = self._store, part.collection
-        if store is None or self._force:
-            return []
-        settings, versions = record_settings(collection, part.settings), self._diff.versions(document.file.source)
-        for codec in FINER.get(collection.codec, ()):
-            of = replace(collection, codec=codec).id
-            for record in versions:
-                same = record.collection == of and record.context == part.settings.context
-                if same and is_current(record, document.file, settings):
-                    return [store.has_kv(key) for key in record.chunk_keys]
-        return []
 
 
 def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:

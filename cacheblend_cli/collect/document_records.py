@@ -17,7 +17,7 @@ from cacheblend_cli.collect.summaries import sound_summaries, split_keys
 from cacheblend_cli.corpus.citations import OMISSIONS, omissions_of
 from cacheblend_cli.corpus.cutting import CUT_VERSION
 from cacheblend_cli.corpus.documents import FileState
-from cacheblend_cli.corpus.places import is_below, is_file, is_stdin, on_disk, place_of, place_within
+from cacheblend_cli.corpus.places import is_below, is_file, is_stdin, on_disk, place_of
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
@@ -162,7 +162,9 @@ def _name_now(name: str, folders: dict[str, str]) -> str:
     folder, _, file = name.rpartition("/")
     if os.path.islink(name) or file in ("", ".", ".."):
         return place_of(name)
-    return place_within(folder or "/", file, folders)
+    if folder not in folders:
+        folders[folder] = place_of(folder or "/").rstrip("/")
+    return f"{folders[folder]}/{file}"
 
 
 def gone_documents(

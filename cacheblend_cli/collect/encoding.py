@@ -78,22 +78,20 @@ class EncodedChunk:
 
 
 class _DeviceChunk(EncodedChunk):
-    """A chunk encoded on a GPU, without a synchronisation: the tensors of all layers in one buffer, then each layer's
-    excess of K and V."""
+    """A chunk encoded on a GPU, without a synchronisation: the tensors of all layers in one buffer, then two flags a
+    layer, whether K and V are finite."""
 
     def _encode(self, kv: ChunkKV, codec: str) -> None:
         self._codec = codec
         self._host: Tensor | None = None
         self._specs = [blob_spec(codec, *k.shape, v.shape[-1]) for k, v in zip(kv.k, kv.v, strict=True)]
         sizes = (sum(tensor.num_bytes for tensor in spec.values()) for spec in self._specs)
-        self._bounds, num_layers = [*accumulate(sizes, initial=0)], len(kv.k)
-        self._end = self._bounds[-1] + -self._bounds[-1] % torch.float32.itemsize
-        num_bytes = self._end + 2 * num_layers * torch.float32.itemsize
-        self._data = torch.empty(num_bytes, dtype=torch.uint8, device=kv.k[0].device)
-        excess = self._excess(self._data)
+        self._bounds = [*accumulate(sizes, initial=0)]
+        self._data = torch.empty(self._bounds[-1] + 2 * len(kv.k), dtype=torch.uint8, device=kv.k[0].device)
+        is_finite = self._flags(self._data)
         for layers in _groups(kv):
             tensors, own = coded_unchecked(torch.stack(kv.k[layers]), torch.stack(kv.v[layers]), codec)
-            excess[layers].copy_(own)
+            is_finite[layers].copy_(own)
             rows = self._data[self._bounds[layers.start] : self._bounds[layers.stop]].view(len(own), -1)
             at = 0
             for name, tensor in self._specs[layers.start].items():
@@ -116,7 +114,7 @@ class _DeviceChunk(EncodedChunk):
         self.start_copy()
         assert self._host is not None
         self._copied.synchronize()
-        check_finite(self._excess(self._host).flatten().tolist(), self._codec)
+        check_finite(self._flags(self._host), self._codec)
         data, ends = self._host.numpy().data, self._bounds[1:]
         blobs = [
             b"".join((blob_prefix(spec), data[start:end]))
@@ -126,9 +124,9 @@ class _DeviceChunk(EncodedChunk):
         self._host = None  # its pinned memory is reused for a later chunk
         return blobs + self._state
 
-    def _excess(self, data: Tensor) -> Tensor:
-        """View the excess in the buffer, fp32 [num_layers, 2]."""
-        return data[self._end :].view(torch.float32).view(-1, 2)
+    def _flags(self, data: Tensor) -> Tensor:
+        """View the flags in the buffer, [num_layers, 2]."""
+        return data[self._bounds[-1] :].view(-1, 2)
 
 
 def encode_state(state: SequenceState) -> bytes:

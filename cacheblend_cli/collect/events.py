@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cacheblend_store import Amount
-
 from cacheblend_cli.collect.difference import Difference
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.corpus.documents import Skipped
@@ -86,7 +84,6 @@ class PrecomputeReport:
     computed_tokens: int = 0
     bytes: int = 0  # KV of these documents that fits the quota
     taken: int = 0  # chunks with KV from the store's tier
-    converted: Amount = field(default_factory=Amount)  # chunks converted from a finer codec
     seconds: float = 0.0
     hidden: list[str] = field(default_factory=list)  # other documents that `ask` does not find because of the new date
     difference: Difference = field(default_factory=Difference)  # planned changes

@@ -4,25 +4,26 @@ store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, pairwise, tee
+from itertools import repeat
 from typing import Any
 
-from cacheblend_store import ChunkStore, DocumentRecord, StoreError
+import msgspec
+from cacheblend_documents.converted import NotConverted
+from cacheblend_store import ChunkStore, DocumentRecord, StoreError, StoreReader
+from cacheblend_store.conversion import decoder
 from cacheblend_store.format.keys import unpack_ids
 from cacheblend_store.format.records import decode_manifest, document_key, encode_document
 
 from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
-from cacheblend_cli.collect.document_records import document_record, is_current, record_settings
+from cacheblend_cli.collect.document_records import StoredDocument, document_record, is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.collect.summaries import ChunkSize, Settled
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cut_process import cutter_of
 from cacheblend_cli.corpus.cutting import CutSettings
 from cacheblend_cli.corpus.documents import Document, DocumentFile
@@ -33,7 +34,9 @@ from cacheblend_cli.prompt.collection import Collection
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
-_READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
+KEPT_BYTES = 256 << 20
+"""Bytes of chunks, about 8 a token, that a run keeps until they are stored. Further documents are cut twice."""
+_encode, _decode = msgspec.msgpack.Encoder().encode, decoder(list[Chunk]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class PlannedDocument:
 
     file: DocumentFile
     sizes: Sequence[ChunkSize]  # in order
-    chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
-    place: ByteRange | None = None  # where the planner's spool has the chunks, if it has them
+    cut: bytes = b""  # the chunks, encoded, if they are kept
+    chunks: list[PlannedChunk] | None = None  # with left contexts, if these depend on other documents
     is_current: bool = False  # the store has the current version of the document, cut with the same settings
     record_bytes: int = 0  # size of the document's record, 0 if the planner computes no sizes of records
 
@@ -75,7 +78,7 @@ class Planner:
         diff: CorpusDiff,
         store: ChunkStore | None,
         on_cut: OnCut,
-        on_left_out: Callable[[DocumentFile, NoDocument], None],
+        on_left_out: Callable[[DocumentFile, NotConverted], None],
         *,
         with_records: bool,
         settle: bool = False,
@@ -85,7 +88,7 @@ class Planner:
         settle: only count documents that need no work. Has no effect with `with_records`.
         """
         self.diff, self._store, self._on_cut, self._on_left_out = diff, store, on_cut, on_left_out
-        self._with_records, self._settle, self._spool = with_records, settle, Spool()
+        self._with_records, self._settle, self._kept_bytes = with_records, settle, 0
 
     def plan(self, given: Mapping[str, Any]) -> list[Part]:
         """Plan all documents. Return the parts of the run, in order.
@@ -112,71 +115,59 @@ class Planner:
         """Return the chunks of a planned document, or None if it is left out."""
         if planned.chunks is not None:
             return planned.chunks
-        found = self._cut(planned.file, part) if planned.place is None else self._spool.read(planned.place)
-        if found is None:
-            return None
-        return list(planned_chunks(part.collection, planned.file.source, found, part.settings))
+        found = _decode(planned.cut) if planned.cut else self._cut(planned.file, part)
+        return None if found is None else planned_chunks(part.collection, planned.file.source, found, part.settings)
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
-        """Plan documents whose chunks do not depend on other documents, in batches."""
+        """Plan documents whose chunks do not depend on other documents."""
         now, id = record_settings(part.collection, part.settings), part.collection.id
-        current = dict[str, list[bytes]]()
-        waiting, count = list[DocumentFile](), 0
         for file in files:
             record = self.diff.stored.get(document_key(id, file.source, part.settings.context))
-            is_stored = record is not None and is_current(record, file, now)
-            if record is not None and is_stored and record.tokens is not None and not self._with_records:
-                if self._settle and record.file == file.state:
-                    part.settled.add(record.keys, record.tokens)
-                else:
-                    pairs = zip(record.chunk_keys, unpack_ids(record.tokens), strict=True)
-                    sizes = [ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs]
-                    yield PlannedDocument(file, sizes, is_current=True)
+            if record is None or not is_current(record, file, now):
+                planned = self._plan_cut(part, file)
+            elif record.tokens is None or self._with_records:
+                planned = self._plan_read(part, file, record) or self._plan_cut(part, file)
+            elif self._settle and record.file == file.state:
+                part.settled.add(record.keys, record.tokens)
                 continue
-            if record is not None and is_stored:
-                current[file.source] = keys = record.chunk_keys
-                count += len(keys)
-            waiting.append(file)
-            if count >= _READ_CHUNKS:
-                yield from self._plan_read(part, waiting, current)
-                current, waiting, count = {}, [], 0
-        yield from self._plan_read(part, waiting, current)
-
-    def _plan_read(
-        self, part: Part, files: Sequence[DocumentFile], current: Mapping[str, Sequence[bytes]]
-    ) -> Iterator[PlannedDocument]:
-        """Plan documents, reading chunk sizes from the store where possible.
-
-        current: name -> chunk keys of each document whose current version is stored.
-        """
-        collection = part.collection
-        stored = stored_sizes(self._store, collection, (key for keys in current.values() for key in keys))
-        for file in files:
-            known = [stored.get(key) for key in current.get(file.source, ())]
-            whole = [size for size in known if size is not None]
-            if file.source in current and len(whole) == len(known):
-                yield PlannedDocument(file, whole, is_current=True, record_bytes=self._record_bytes(part, file))
-            elif (planned := self._plan_cut(part, file)) is not None:
+            else:
+                pairs = zip(record.chunk_keys, unpack_ids(record.tokens), strict=True)
+                sizes = [ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs]
+                planned = PlannedDocument(file, sizes, is_current=True)
+            if planned is not None:
                 yield planned
 
+    def _plan_read(self, part: Part, file: DocumentFile, record: StoredDocument) -> PlannedDocument | None:
+        """Plan a document by the records of its chunks. Return None if the store does not have all of them."""
+        assert self._store is not None
+        with self._store.read() as reader:
+            stored = stored_sizes(reader, part.collection, record.chunk_keys)
+            num_bytes = len(reader.get("documents", record.key) or b"") if self._with_records else 0
+        if not stored.keys() >= set(record.chunk_keys):
+            return None
+        sizes = [stored[key] for key in record.chunk_keys]
+        return PlannedDocument(file, sizes, is_current=True, record_bytes=num_bytes)
+
     def _plan_cut(self, part: Part, file: DocumentFile) -> PlannedDocument | None:
-        """Cut and plan a document. Its chunks are written to the spool one after the other, so only sizes are held."""
-        sizes, collection = list[ChunkSize](), part.collection
-        places = list[PlannedChunk]()  # without texts and token ids
+        """Cut and plan a document."""
+        if (found := self._cut(file, part, self._on_cut)) is None:
+            return None
+        chunks = planned_chunks(part.collection, file.source, found, part.settings)
+        if self._kept_bytes + len(kept := _encode(found)) > KEPT_BYTES:
+            kept = b""
+        self._kept_bytes += len(kept)
+        return replace(self._planned(part, file, chunks), chunks=None, cut=kept)
 
-        def sized(chunks: Iterator[PlannedChunk]) -> Iterator[Chunk]:
-            for chunk in chunks:
-                sizes.append(self._size(collection, chunk))
-                if self._with_records:
-                    places.append(replace(chunk, chunk=replace(chunk.chunk, text="", token_ids=()), left=()))
-                yield chunk.chunk
-
-        with self._leaving_out(file):
-            cut = self._cutting(file, part, self._on_cut)
-            place = self._spool.append(sized(planned_chunks(collection, file.source, cut, part.settings)))
-            num_bytes = self._record_bytes(part, file, places)
-            return PlannedDocument(file, self._with_kv(collection, sizes), place=place, record_bytes=num_bytes)
-        return None
+    def _planned(self, part: Part, file: DocumentFile, chunks: list[PlannedChunk]) -> PlannedDocument:
+        sizes = [self._size(part.collection, chunk) for chunk in chunks]
+        with nullcontext() if self._store is None else self._store.read() as reader:
+            stored = stored_sizes(reader, part.collection, (size.key for size in sizes))
+        sizes = [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
+        num_bytes = 0
+        if self._with_records:
+            record = document_record(part.collection, file, chunks, part.settings)
+            num_bytes = len(encode_document(replace(record, updated=_LONG_TIME)))
+        return PlannedDocument(file, sizes, chunks=chunks, record_bytes=num_bytes)
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents if some use context `neighbours`.
@@ -196,79 +187,57 @@ class Planner:
                 others = [*passages, *stored_passages(part.collection, self._store, sources)]
             named = [(file.source, chunks) for file, chunks in own]
             planned = plan_documents(part.collection, named, part.settings, others)
-            for (file, _), chunks in zip(own, planned, strict=True):
-                sizes = self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks])
-                num_bytes = self._record_bytes(part, file, chunks)
-                part.documents.append(PlannedDocument(file, sizes, chunks, record_bytes=num_bytes))
+            part.documents.extend(
+                self._planned(part, file, chunks) for (file, _), chunks in zip(own, planned, strict=True)
+            )
 
     def _size(self, collection: Collection, chunk: PlannedChunk) -> ChunkSize:
         num_bytes = record_bytes(collection, chunk) if self._with_records else 0
         return ChunkSize(chunk.key, len(chunk.chunk.token_ids), len(chunk.left), num_bytes, None)
-
-    def _with_kv(self, collection: Collection, sizes: Sequence[ChunkSize]) -> list[ChunkSize]:
-        """Add whether the store has the KV of chunks."""
-        stored = stored_sizes(self._store, collection, (size.key for size in sizes))
-        return [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
-
-    def _record_bytes(self, part: Part, file: DocumentFile, chunks: Sequence[PlannedChunk] | None = None) -> int:
-        """Return the size of a document's record: to be stored, or without `chunks` the stored one."""
-        if not self._with_records:
-            return 0
-        if chunks is not None:
-            record = document_record(part.collection, file, chunks, part.settings)
-            return len(encode_document(replace(record, updated=_LONG_TIME)))
-        assert self._store is not None
-        key = document_key(part.collection.id, file.source, part.settings.context)
-        with self._store.read() as reader:
-            return len(reader.get("documents", key) or b"")
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> list[Chunk] | None:
         """Read and cut a document.
 
         Return None if it has changed since it was found, or the model cannot store it: the stored version then stays.
         """
-        with self._leaving_out(file):
-            return list(self._cutting(file, part, on_cut))
-        return None
-
-    def _cutting(self, file: DocumentFile, part: Part, on_cut: OnCut | None) -> Iterator[Chunk]:
-        """Read a document and yield its chunks. Raises what `DocumentFile.read` and `DocumentCutter.cut` do."""
-        of, settings = part.collection, part.settings
+        of, settings, chunks = part.collection, part.settings, list[Chunk]()
         cut = CutSettings(settings.chunk_tokens, settings.overlap, of.template.wording.head)
-        document = file.read(self.diff.given.conversions)
-        for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
-            yield chunk
-            if on_cut is not None:
-                on_cut(document, chunk.end)
+        with self._leaving_out(file):
+            document = file.read(self.diff.given.conversions)
+            for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
+                chunks.append(chunk)
+                if on_cut is not None:
+                    on_cut(document, chunk.end)
+            return chunks
+        return None
 
     @contextmanager
     def _leaving_out(self, file: DocumentFile) -> Iterator[None]:
         """Leave a document out that cannot be read or cut."""
         try:
             yield
-        except (NoDocument, TextRefused) as error:
+        except (NotConverted, TextRefused) as error:
             if isinstance(error, TextRefused):
-                error = NoDocument(error.message, "with text that this model cannot store")
+                error = NotConverted(error.message, "with text that this model cannot store")
             self._on_left_out(file, error)
             self.diff.digests[file.source] = ""
 
 
-def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
+def stored_sizes(reader: StoreReader | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
     """Return the sizes of stored chunks by key. Missing chunks and damaged records are left out."""
     found = dict[bytes, ChunkSize]()
-    if store is None:
+    if reader is None:
         return found
-    with store.read() as reader:
-        for key in sorted(set(keys)):  # in storage order
-            try:
-                value = reader.get("chunks", key)
-                manifest = None if value is None else decode_manifest(key, value)
-            except StoreError:
-                continue
-            if value is not None and manifest is not None:
-                num_bytes = record_bytes_with_kv(collection, manifest, len(value))
-                left_len = len(manifest.left_context_ids)
-                found[key] = ChunkSize(key, manifest.num_tokens, left_len, num_bytes, manifest.has_kv)
+    for key in sorted(set(keys)):  # in storage order
+        try:
+            value = reader.get("chunks", key)
+            manifest = None if value is None else decode_manifest(key, value)
+        except StoreError:
+            continue
+        if value is not None and manifest is not None:
+            num_bytes = record_bytes_with_kv(collection, manifest, len(value))
+            left_len = len(manifest.left_context_ids)
+            found[key] = ChunkSize(key, manifest.num_tokens, left_len, num_bytes, manifest.has_kv)
     return found
 
 
@@ -286,29 +255,33 @@ def plan_documents(
     if settings.context == "neighbours":
         own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
         near = Neighbours((*own, *others), settings.neighbours, collection.window(settings.window))
-    return [list(planned_chunks(collection, source, chunks, settings, near)) for source, chunks in documents]
+    return [planned_chunks(collection, source, chunks, settings, near) for source, chunks in documents]
 
 
 def planned_chunks(
     collection: Collection,
     source: str,
-    chunks: Iterable[Chunk],
+    chunks: Sequence[Chunk],
     settings: CollectSettings,
     near: Neighbours | None = None,
-) -> Iterator[PlannedChunk]:
-    """Yield the chunks of one document with their keys and left contexts. near: for `neighbours`."""
-    placed: Iterator[tuple[Chunk, Ids]] = ((chunk, ()) for chunk in chunks)
+) -> list[PlannedChunk]:
+    """Return the chunks of one document with their keys and left contexts. near: for `neighbours`."""
+    contexts: Iterable[Ids] = repeat((), len(chunks))
     if near is not None:
-        placed = ((chunk, near.left(chunk.token_ids)) for chunk in chunks)
+        contexts = (near.left(chunk.token_ids) for chunk in chunks)
     elif settings.context == "document":
-        own, before = tee(chunks)
-        window = collection.window(settings.window)
-        placed = zip(own, document_contexts((chunk.token_ids for chunk in before), window), strict=True)
-    for number, (one, following) in enumerate(pairwise(chain(placed, (None,))), 1):
-        assert one is not None
-        chunk, left = one
-        keeps_state = following is None or number % settings.state_every == 0
-        yield PlannedChunk(collection.key(chunk.token_ids, left), source, chunk, left, settings.context, keeps_state)
+        contexts = document_contexts((chunk.token_ids for chunk in chunks), collection.window(settings.window))
+    return [
+        PlannedChunk(
+            collection.key(chunk.token_ids, left),
+            source,
+            chunk,
+            left,
+            settings.context,
+            keeps_state=number == len(chunks) or number % settings.state_every == 0,
+        )
+        for number, (chunk, left) in enumerate(zip(chunks, contexts, strict=True), 1)
+    ]
 
 
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:

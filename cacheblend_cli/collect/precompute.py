@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from cacheblend_documents.converted import NotConverted
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Cluster
@@ -23,7 +24,6 @@ from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.storing import PlanStorage
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
@@ -200,7 +200,7 @@ class _Reading:
         self._report.skipped.append(file)
         self._on_event(PrecomputeEvent("skipped", message=f"{file.typed}: {file.reason}", skipped=file))
 
-    def leave_out(self, file: DocumentFile, why: NoDocument) -> None:
+    def leave_out(self, file: DocumentFile, why: NotConverted) -> None:
         named = file.path in self._named
         self.skip(Skipped(file.source, why.reason, file.path, why.group, named))
 

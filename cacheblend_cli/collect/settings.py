@@ -17,7 +17,7 @@ from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.settings.fields import KV_DTYPES
+from cacheblend_cli.settings.fields import REMOVED_KV_DTYPES, check_kv_dtype
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CollectSettings:
                 f"--overlap {self.overlap} is not between 0 and half of --chunk-tokens {self.chunk_tokens}",
                 "a tenth of a chunk is usually enough",
             )
-        check_known("KV dtype", self.kv_dtype, KV_DTYPES)
+        check_kv_dtype(self.kv_dtype)
 
     def of_record(self) -> dict[str, int]:
         """Return the settings that determine a document's chunks, apart from text, context and codec."""
@@ -60,9 +60,15 @@ class CollectSettings:
     def of_document(cls, recorded: Mapping[str, Any], context: str, kv_dtype: str) -> CollectSettings | None:
         """Return the settings in a document's record, or None if they are not valid in this version."""
         try:
-            return convert({**recorded, "context": context, "kv_dtype": kv_dtype}, cls)
+            return convert(_current({**recorded, "context": context, "kv_dtype": kv_dtype}), cls)
         except (ValueError, UsageError):
             return None
+
+
+def _current(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded settings with the KV dtype to use in place of a removed one."""
+    recorded = {"kv_dtype": "auto", **recorded}
+    return {**recorded, "kv_dtype": REMOVED_KV_DTYPES.get(recorded["kv_dtype"], recorded["kv_dtype"])}
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,9 @@ class DocumentRoot:
     def of_memo(cls, memo: Memo) -> DocumentRoot | None:
         """Return the root of a memo, or None if its settings are not valid in this version."""
         try:
-            return replace(convert(memo.value, cls), updated=memo.updated)
-        except (ValueError, UsageError):
+            value = {**memo.value, "settings": _current(memo.value["settings"])}
+            return replace(convert(value, cls), updated=memo.updated)
+        except (ValueError, KeyError, TypeError, UsageError):
             return None
 
 

@@ -159,7 +159,7 @@ class PlanStorage:
         to_store = [chunk for key, chunk in wanted.items() if key in missing]
         for collected in collector.store(to_store, again=self._force):
             first, *others = places[collected.key]
-            self._count_work(part, collected.how, len(first.chunk.token_ids))
+            self._count_work(collected.how, len(first.chunk.token_ids))
             self._tell_of(part, first, collected.status, before, done=len(first.chunk.token_ids))
             for chunk in others:  # the same text in other places
                 self._tell_of(part, chunk, "unchanged", before)
@@ -196,11 +196,9 @@ class PlanStorage:
         records = self._diff.replaced(source, part.collection, part.settings.context)
         return {key for record in records for key in record.chunk_keys}
 
-    def _count_work(self, part: Part, how: How, num_tokens: int) -> None:
+    def _count_work(self, how: How, num_tokens: int) -> None:
         if how == "computed":
             self._report.computed_tokens += num_tokens
-        elif how == "converted":
-            self._report.converted.add(num_tokens, part.stored_bytes(num_tokens))
         else:
             self._report.taken += 1
 

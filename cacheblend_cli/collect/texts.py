@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from cacheblend_documents.converted import Converted, NotConverted, shortened
 from cacheblend_store import ChunkStore, StoreError
 from cacheblend_store.writer import StoreWriter
 
@@ -15,11 +16,9 @@ from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.citations import TITLE
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cut_process import cutter_of
 from cacheblend_cli.corpus.cutting import CutSettings
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import shortened
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
@@ -48,13 +47,13 @@ def document_of(name: str, text: str, title: str | None) -> Document:
     title = shortened((title or "").strip())
     if title and not text.lstrip("# ").startswith(title):
         text = f"# {title}\n\n{text}"
-    return Document(name, text if text.endswith("\n") else text + "\n")
+    return Document(name, Converted(text if text.endswith("\n") else text + "\n"))
 
 
 def sent_document(given: TextDocument, tenant: str) -> Document:
     """Return a document that was sent with a question. Its name is a digest of its content."""
     document = document_of("", given.text, given.title)
-    return Document(f"{SENT}{tenant}/{document.digest}", document.text)
+    return Document(f"{SENT}{tenant}/{document.digest}", document.converted)
 
 
 def put_name(tenant: str, document_id: str) -> str:
@@ -76,7 +75,7 @@ def plan_texts(
     cut, cutter = CutSettings(min(settings.chunk_tokens, room)), cutter_of(collection.model.tokenizer)
     try:
         cuts = [(document.source, list(cutter.cut(document, cut, cancellation))) for document in documents]
-    except NoDocument as no:
+    except NotConverted as no:
         raise UsageError(f"the document {no.reason}", "store it in parts") from no
     return plan_documents(collection, cuts, settings)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 
+from cacheblend_documents.converted import Kind
 from cacheblend_store import NOWHERE, Locator
 
-from cacheblend_cli.corpus.layout import Kind
 from cacheblend_cli.corpus.outline import heading_spans
 from cacheblend_cli.corpus.tables import Tables
 
@@ -61,7 +61,6 @@ _CHARACTERS = 64  # upper bound of a token's mean length over a part
 _FIRST_GUESS = 3  # characters per token of the first chunk
 _GUESSES = 4
 _ENCODED = 16  # cached texts with token ids: each piece is encoded to measure it, and again to pack it
-_MOST_ENDS = 1024  # ends of pieces before the current chunk to keep
 _COMMENT = re.compile(r"#{1,6} [^\n]*\n\s*")
 _LONG_WORD = 24
 """Characters of a word that may be cut to keep its beginning with a heading, as in scripts without blanks."""
@@ -86,8 +85,8 @@ def iter_cut(
 
     Whole paragraphs are packed while they fit. A chunk that is at least half full ends before a heading. A heading
     stays with the paragraph after it, or with as much of the paragraph as fits. In code, whole functions and classes
-    are packed. A row of a table that does not fit is cut between cells, and starts a chunk unless it is the first one.
-    A single character of more than max_tokens tokens becomes its own chunk.
+    are packed. A row of a table that does not fit is cut between cells. A single character of more than max_tokens
+    tokens becomes its own chunk.
 
     encode: maps text to token ids, without special tokens.
     tables: of the text, with what chunks repeat of them before their own text.
@@ -104,7 +103,7 @@ def iter_cut(
             stop, ids = _fill(pieces, first, encode, max_tokens, length)
         length = pieces.start(stop) - pieces.start(first)
         if pieces.has(stop):
-            for kept in _before_code(pieces, first, stop) if is_code else _before_title_or_row(pieces, first, stop):
+            for kept in _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop):
                 # a shorter text can have more tokens
                 if len(shorter := pieces.ids(first, kept, encode)) <= max_tokens:
                     stop, ids = kept, shorter
@@ -113,22 +112,18 @@ def iter_cut(
             yield Chunk(index, pieces.text(first, stop), tuple(ids), pieces.start(first), pieces.start(stop))
             index += 1
         first = stop
-        pieces.drop(first)
 
 
 class _Pieces:
-    """Pieces of a text, found lazily, by number. Ends of pieces before the current chunk are dropped.
-
-    headings: starts of headings' pieces up to the last known end; those before the current chunk are dropped too.
-    """
+    """Pieces of a text, found lazily, by number. headings: starts of headings' pieces up to the last known end."""
 
     def __init__(self, tables: Tables, ends: Iterator[int], headings: set[int]) -> None:
         self._tables, self._text, self._source, self._headings = tables, tables.source, ends, headings
-        self._starts, self._first = array("Q", [0]), 0  # starts of the pieces from number `_first`, and the last end
+        self._starts = array("Q", [0])  # of the pieces, and the last known end
 
     def has(self, number: int) -> bool:
         """Return whether there is a piece of this number."""
-        while self._first + len(self._starts) - 1 <= number:
+        while len(self._starts) - 1 <= number:
             if (end := next(self._source, None)) is None:
                 return False
             self._starts.append(end)
@@ -138,12 +133,11 @@ class _Pieces:
         """Return the number of pieces up to the one that contains the position; all of them if it is after the text."""
         while self._starts[-1] <= position and (end := next(self._source, None)) is not None:
             self._starts.append(end)
-        known = len(self._starts) - 1
-        return self._first + min(bisect_right(self._starts, position), known)
+        return min(bisect_right(self._starts, position), len(self._starts) - 1)
 
     def start(self, number: int) -> int:
         """Return the start of a piece, which is the end of the one before."""
-        return self._starts[number - self._first]
+        return self._starts[number]
 
     def text(self, first: int, stop: int) -> str:
         return "".join(self._tables.shown(self.start(first), self.start(stop)))
@@ -171,11 +165,6 @@ class _Pieces:
     def _is_blank(self, number: int) -> bool:
         return not self._text[self.start(number) : self.start(number + 1)].strip()
 
-    def before_row(self, first: int, stop: int) -> int:
-        """Return the start of the row that the run would cut if text other than headings is before it, else `first`."""
-        row = self._tables.cut_row(self.start(stop))
-        return first if row <= self.start(first) else self.before_headings(first, self.reaching(row) - 1)
-
     def is_title(self, first: int, stop: int) -> bool:
         """Return whether a run has nothing but headings, and text follows."""
         return self.before_headings(first, stop) == first and self.has(stop)
@@ -188,8 +177,7 @@ class _Pieces:
             ends = list(_ends(self._tables, start, end, encode, room, _levels(self._tables)))
             together = len(_ids(self._tables, self.start(first), ends[0], encode))
             if len(ends) > 1 and self._is_cut_well(ends[0]) and together <= max_tokens:
-                at = number - self._first + 1
-                self._starts[at:at] = array("Q", ends[:-1])
+                self._starts[number + 1 : number + 1] = array("Q", ends[:-1])
                 return True
             room //= 2
         return False
@@ -200,13 +188,6 @@ class _Pieces:
         if before[-1].isspace() or after[:1].isspace():
             return True
         return len(before.split()[-1]) + len("".join(after.split()[:1])) >= _LONG_WORD
-
-    def drop(self, first: int) -> None:
-        """Forget the pieces before number `first`, now and then."""
-        if first - self._first > _MOST_ENDS:
-            del self._starts[: first - self._first]
-            self._first = first
-            self._headings -= {start for start in self._headings if start < self._starts[0]}
 
 
 def _ends_and_headings(
@@ -306,13 +287,6 @@ def _before_title(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
         title = next((n for n in _second_half(pieces, first, stop) if pieces.is_heading(n)), first)
         if (before := pieces.before_headings(first, title)) > first:
             yield before
-
-
-def _before_title_or_row(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
-    """Yield better ends of the run, best first: those of `_before_title`, then the start of a row that it would cut."""
-    yield from _before_title(pieces, first, stop)
-    if (before := pieces.before_row(first, stop)) > first:
-        yield before
 
 
 def _before_code(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:

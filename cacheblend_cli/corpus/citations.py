@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from cacheblend_documents.converted import bounded_omissions, shortened
 from cacheblend_store import (
     NOWHERE,
     ChunkManifest,
@@ -18,10 +20,8 @@ from cacheblend_store import (
     StoreReader,
 )
 
-from cacheblend_cli.corpus.layout import bounded, bounded_omissions, shortened
-from cacheblend_cli.corpus.places import SENT, is_file, is_stdin, on_disk, shown
+from cacheblend_cli.corpus.places import SENT, bounded, is_file, is_stdin, on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
-from cacheblend_cli.corpus.stored_text import StoredText
 from cacheblend_cli.types import Scope
 
 TITLE = "title"
@@ -31,6 +31,32 @@ OMISSIONS = "omissions"
 FILE_GONE = "file no longer on disk"
 FILE_CHANGED = "changed since it was read: run precompute"
 _MANY = 256  # chunks: after these, read all documents at once
+
+
+@dataclass(frozen=True, slots=True)
+class StoredText:
+    """Text of a document when it was stored."""
+
+    digest: str  # see corpus/documents.py: Document.digest
+    updated: float  # seconds since the epoch
+    # fields of a FileState when the file was read; empty if unknown
+    file: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_outdated(self, path: str) -> bool:
+        """Return whether the file differs now, by size and modification time. Short plain text is compared, too."""
+        try:
+            now = os.stat(path)
+        except OSError:
+            return False
+        if self.file:
+            is_same = (now.st_size, now.st_mtime_ns) == (self.file.get("size"), self.file.get("mtime_ns"))
+        else:
+            is_same = now.st_mtime_ns <= self.updated * 1e9
+        if is_same:
+            return False
+        from cacheblend_cli.corpus.documents import plain_digest  # with converters, which an answer seldom needs
+
+        return plain_digest(path) != self.digest
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Cut long documents in a separate process with memory and CPU limits, and short ones in the caller's.
 
-Cutting and encoding hold Python's lock, so a long text would stop all other threads of a server. `DocumentCutter` gives
-`python -m` this module the tokenizer once, then a document at a time, and receives its chunks in batches.
+Cutting is Python code: in a thread, it makes each operation of a server's engine wait for Python's lock, and answers
+come several times slower. `DocumentCutter` gives `python -m` this module the tokenizer once, then a document at a time,
+and receives its chunks in batches.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import msgspec
+from cacheblend_documents.converted import Converted, NotConverted
+from cacheblend_documents.limited_process import MIB, LimitedProcess, ProcessEnded, limits, receive_greeting, serve
 from cacheblend_store.conversion import decoder
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.errors import TextRefused
-from cacheblend_cli.limited_process import MIB, LimitedProcess, ProcessEnded, limits, receive_greeting, serve
 from cacheblend_cli.model.text_encoder import TextEncoder
 from cacheblend_cli.model.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class CutLimits(msgspec.Struct, frozen=True):
 class _Job(msgspec.Struct):
     source: str
     text: bytes  # UTF-8; lone surrogates pass
-    layout: TextLayout
+    layout: Converted  # of the text, which is apart
     cut: CutSettings
     limits: CutLimits
 
@@ -58,7 +58,7 @@ class _Batch(msgspec.Struct):
 
     chunks: list[Chunk] = []
     refused: tuple[str, str | None] | None = None  # arguments of a TextRefused
-    reason: str = ""  # of a NoDocument
+    reason: str = ""  # of a NotConverted
 
 
 _decode = decoder(_Batch).decode
@@ -72,7 +72,7 @@ class DocumentCutter:
         self._idle: deque[LimitedProcess] = deque()
 
     def cut(self, document: Document, cut: CutSettings, cancellation: Cancellation | None = None) -> Iterator[Chunk]:
-        """Yield the chunks of `cut_document`. Raises TextRefused, Cancelled, and NoDocument if a limit is exceeded."""
+        """Yield the chunks of `cut_document`. Raises TextRefused, Cancelled, and NotConverted at a limit."""
         if len(document.text) <= SHORT:
             if cancellation is not None:
                 cancellation.check()
@@ -91,7 +91,7 @@ class DocumentCutter:
         self, process: LimitedProcess, document: Document, cut: CutSettings, cancellation: Cancellation | None
     ) -> Iterator[Chunk]:
         text = document.text.encode("utf-8", "surrogatepass")
-        size, job = len(text), _Job(document.source, text, document.layout, cut, self._limits)
+        size, job = len(text), _Job(document.source, text, replace(document.converted, text=""), cut, self._limits)
         message = msgspec.msgpack.encode(job)
         del text, job
         shared = dict[int, int]()
@@ -104,12 +104,12 @@ class DocumentCutter:
                 if batch.refused is not None:
                     raise TextRefused(*batch.refused)
                 if batch.reason:
-                    raise NoDocument(batch.reason, "too large to cut")
+                    raise NotConverted(batch.reason, "too large to cut")
         except ProcessEnded as ended:
             if ended.is_too_slow:
                 seconds = self._limits.seconds_for(size)
-                raise NoDocument(f"takes more than {seconds:,.0f} s to cut", "too slow to cut") from None
-            raise NoDocument(f"cutting it crashed ({ended})", "too large to cut") from None
+                raise NotConverted(f"takes more than {seconds:,.0f} s to cut", "too slow to cut") from None
+            raise NotConverted(f"cutting it crashed ({ended})", "too large to cut") from None
 
 
 _CUTTERS: WeakKeyDictionary[Tokenizer, DocumentCutter] = WeakKeyDictionary()
@@ -124,7 +124,7 @@ def _answers(encoder: TextEncoder, job: _Job) -> Iterator[bytes]:
     """Cut a document within the limits. Yields batches; the last one may have no chunks."""
     size, text = len(job.text), job.text.decode("utf-8", "surrogatepass")
     memory = job.limits.memory + job.limits.memory_per_byte * size
-    document, batch, characters = Document(job.source, text, layout=job.layout), _Batch([]), 0
+    document, batch, characters = Document(job.source, replace(job.layout, text=text)), _Batch([]), 0
     try:
         with limits(job.limits.seconds_for(size), memory):
             for chunk in cut_document(document, encoder.encode, job.cut):

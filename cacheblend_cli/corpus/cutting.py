@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
+from cacheblend_documents.converted import Converted
 from cacheblend_store import Locator
 
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout, bounded
 from cacheblend_cli.corpus.outline import Outline
-from cacheblend_cli.corpus.places import is_stdin
+from cacheblend_cli.corpus.places import bounded, is_stdin
 from cacheblend_cli.corpus.tables import Tables
 
-CUT_VERSION = 4
+CUT_VERSION = 5
 """Increase this when the same text and settings give different chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
@@ -39,13 +39,13 @@ class CutSettings:
 def cut_document(document: Document, encode: Encode, cut: CutSettings) -> Iterator[Chunk]:
     """Yield the chunks. A chunk's start:end is its range in the document's text, without the head. Head, overlap and
     text are encoded separately, as chunks are in a prompt."""
-    locating = Locating(document.text, document.layout)
+    locating = Locating(document.converted)
     heads = _Heads(document, locating.outline, encode, cut) if cut.head else None
     room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
     index, shared = 0, dict[int, int]()
     for begin, end in _parts(document):
-        tables = Tables(document.text[begin:end], encode, room, document.layout)
-        for own in iter_cut(tables.source, encode, room, document.layout.kind, tables):
+        tables = Tables(document.text[begin:end], encode, room, document.converted)
+        for own in iter_cut(tables.source, encode, room, document.converted.kind, tables):
             start, stop = begin + own.start, begin + own.end
             repeated = _tail(document.text, begin, start, encode, cut.overlap)
             shown = "".join(tables.shown(repeated - begin, own.start))
@@ -63,7 +63,7 @@ def cut_document(document: Document, encode: Encode, cut: CutSettings) -> Iterat
 
 def _parts(document: Document) -> Iterator[tuple[int, int]]:
     """Return the character ranges to cut separately: parts of the document that stay apart, else the whole text."""
-    starts = [mark.start for mark in document.layout.marks] if document.layout.apart else [0]
+    starts = [mark.start for mark in document.converted.marks] if document.converted.is_split else [0]
     return zip(starts, (*starts[1:], len(document.text)), strict=True)
 
 
@@ -91,7 +91,7 @@ class _Heads:
     def __init__(self, document: Document, outline: Outline, encode: Encode, cut: CutSettings) -> None:
         self._form, self._encode = cut.head, encode
         self._room = (cut.chunk_tokens - cut.overlap) // _HEAD_SHARE
-        self._title = document.layout.title
+        self._title = document.converted.title
         self._name = "stdin" if is_stdin(document.source) else PurePosixPath(document.source).name
         self.of = lru_cache(_HEADS)(self._head)
         self.most = max(len(encode(head)) if (head := self.of(path)) else 0 for path in outline.paths)
@@ -110,11 +110,12 @@ _NUMBERED = re.compile(r"(\w+) (\d+)")
 class Locating:
     """Map character ranges of one document to places in its file."""
 
-    def __init__(self, text: str, layout: TextLayout) -> None:
-        self._text, self._layout = text, layout
-        self._line_ends = array("I", (m.start() for m in re.finditer("\n", text)) if layout.numbered else ())
-        self._marks = [mark.start for mark in layout.marks]
-        self.outline = Outline(text, layout.kind)
+    def __init__(self, converted: Converted) -> None:
+        self._converted, self._text = converted, converted.text
+        ends = (m.start() for m in re.finditer("\n", self._text))
+        self._line_ends = array("I", ends if converted.keeps_lines else ())
+        self._marks = [mark.start for mark in converted.marks]
+        self.outline = Outline(self._text, converted.kind)
 
     def find(self, start: int, end: int) -> Locator:
         """Return the locator of the characters start:end, ignoring blanks at both ends."""
@@ -123,11 +124,11 @@ class Locating:
         if last < first:
             first, last = start, max(start, end - 1)
         a, b = (bisect_right(self._marks, at) - 1 for at in (first, last))
-        marks = self._layout.marks
+        marks = self._converted.marks
         part, lines = "", (0, 0)
         if a >= 0:
             part, lines = _joined(marks[a].part, marks[b].part), (marks[a].line, marks[b].line)
-        if self._layout.numbered:
+        if self._converted.keeps_lines:
             lines = bisect_left(self._line_ends, first) + 1, bisect_left(self._line_ends, last) + 1
         return bounded(Locator(part, lines, self.outline.titles(first)))
 

@@ -11,30 +11,27 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import cacheblend_documents
+from cacheblend_documents import Converted, NotConverted, OcrError, converter_process
+from cacheblend_documents.formats import TEXT, Format, format_of
 from cacheblend_store.conversion import convert
 from msgspec import ValidationError
 
 from cacheblend_cli.cancellation import Cancellation
-from cacheblend_cli.corpus.converters import PLAIN, converter_of
-from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
-from cacheblend_cli.corpus.converters.process import ConverterProcess
-from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
-from cacheblend_cli.corpus.layout import Converted, TextLayout
-from cacheblend_cli.corpus.ocr import convert_with_ocr
 from cacheblend_cli.corpus.places import STDIN, is_stdin, place_of, text_of
-from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unwanted, walk
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, Unwanted, too_large, unwanted, walk
+from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.version import __version__
 
-READ_VERSION = 5
+READ_VERSION = 6
 """Increase this when the same file gives a different text or other omissions: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
 _COMPARED = 1 << 20
@@ -80,14 +77,14 @@ class FileState:
 
 
 def reader_of(name: str) -> str:
-    """Return the converter for a file name, with versions of this package, Python and parser libraries."""
-    return _reader(converter_of(name) or from_plain)
+    """Return the converter for a file name, with versions of its package, Python and parser libraries."""
+    return _reader(format_of(name) or TEXT)
 
 
 @lru_cache
-def _reader(converter: Callable[..., Any]) -> str:
-    parts = [converter.__name__, __version__, str(READ_VERSION), platform.python_version()]
-    for package in () if converter in PLAIN else _LIBRARIES:
+def _reader(found: Format) -> str:
+    parts = [found.converter, *found.distributions, __version__, str(READ_VERSION), platform.python_version()]
+    for package in () if found.is_plain else _LIBRARIES:
         try:
             parts.append(version(package))
         except PackageNotFoundError:
@@ -103,13 +100,13 @@ class Conversions:
     text is not cached."""
 
     def __init__(self) -> None:
-        self._process = ConverterProcess()
+        self._process = converter_process()
         self._known: dict[str, tuple[tuple[object, ...], Converted]] = {}
         self._characters = 0
 
     def of(self, file: Path, ocr: str) -> Converted:
         """Return the cached conversion if the file is unchanged, else convert it. ocr: see Selection. Raises
-        NoDocument."""
+        NotConverted."""
         try:
             found = file.stat()
         except OSError:
@@ -120,13 +117,13 @@ class Conversions:
         if known is not None and known[0] == state:
             return known[1]
         converted = self._convert(file, ocr)  # a change during conversion makes `state` stale, so the entry is not used
-        if not converted.layout.numbered:
+        if not converted.keeps_lines:
             self._keep(name, state, converted)
         return converted
 
     def _convert(self, file: Path, ocr: str) -> Converted:
-        data, convert = _bytes(file), partial(self._process.convert, file.name)
-        return _ended(convert_with_ocr(convert, data, ocr) if ocr else convert(data))
+        with ocr_errors():
+            return cacheblend_documents.convert(file.name, _bytes(file), ocr=ocr, process=self._process)
 
     def _keep(self, name: str, state: tuple[object, ...], converted: Converted) -> None:
         if name in self._known:
@@ -138,6 +135,15 @@ class Conversions:
             self._characters -= len(oldest.text)
 
 
+@contextmanager
+def ocr_errors() -> Iterator[None]:
+    """Convert OcrErrors to UsageErrors."""
+    try:
+        yield
+    except OcrError as error:
+        raise UsageError(str(error), f"{error.hint}; --no-ocr reads without it") from error
+
+
 MAX_BYTES = 256 << 20
 
 
@@ -146,12 +152,15 @@ class Document:
     """Text of a document, and the file it comes from."""
 
     source: str  # document name, see corpus/places.py
-    text: str  # line ends are "\n"; the text ends with one, so that chunks do not run into each other in a prompt
+    converted: Converted  # line ends are "\n"; the text ends with one, so that chunks do not run into each other
     root: str = ""  # name of the path that the user gave, the file itself or a directory above it
-    layout: TextLayout = PLAIN_LAYOUT
     path: str = field(default="", compare=False)  # file it was read from
     state: FileState | None = field(default=None, compare=False)  # the file just before reading
     ocr: str = field(default="", compare=False)  # see Selection
+
+    @property
+    def text(self) -> str:
+        return self.converted.text
 
     @property
     def digest(self) -> str:
@@ -161,7 +170,7 @@ class Document:
     @property
     def omissions(self) -> tuple[str, ...]:
         """Parts that the converter left out, in words."""
-        return self.layout.omissions
+        return self.converted.omissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +193,13 @@ class DocumentFile:
         return cls(document.source, document.root, *about, kept, document.state, document.ocr)
 
     def read(self, conversions: Conversions) -> Document:
-        """Read the document again. Raises NoDocument if it cannot be read any more, or has changed."""
+        """Read the document again. Raises NotConverted if it cannot be read any more, or has changed."""
         if self.document is not None:
             return self.document
         converted = conversions.of(Path(self.path), self.ocr)
-        document = Document(self.source, converted.text, self.root, converted.layout, self.path)
+        document = Document(self.source, converted, self.root, self.path)
         if document.digest != self.digest:
-            raise NoDocument("changed while it was read", unread=True)
+            raise NotConverted("changed while it was read", unread=True)
         return document
 
 
@@ -213,12 +222,12 @@ class Candidate:
     source: str  # document name, see corpus/places.py
     root: str  # name of the path that the user gave
     named: bool  # the user named this file, not a directory above it
-    skip: NoDocument | None  # reason not to open it
+    skip: NotConverted | None  # reason not to open it
     ocr: str = ""  # see Selection; "" for other files than PDF
 
-    def skipped(self, why: NoDocument) -> Skipped:
+    def skipped(self, why: NotConverted) -> Skipped:
         typed = text_of(str(self.file))
-        return Skipped(self.source, why.reason, typed, why.group, self.named, why.by_rule)
+        return Skipped(self.source, why.reason, typed, why.group, self.named, isinstance(why, Unwanted))
 
 
 def find_files(paths: Sequence[str], listed: Sequence[str], select: Callable[[str], Selection]) -> Iterator[Candidate]:
@@ -268,8 +277,7 @@ def read_documents(
             if found.skip is not None:
                 raise found.skip
             if is_stdin(source):
-                converted = _stdin()
-                yield Document(source, converted.text, root, converted.layout, STDIN)
+                yield Document(source, _stdin(), root, STDIN)
                 continue
             state, old = FileState.of(str(file)), known.get(source)
             if state is not None and found.ocr:
@@ -277,18 +285,17 @@ def read_documents(
             if state is not None and old is not None and old.state is not None and old.state.still_holds(state):
                 yield replace(old, root=root, path=str(file), ocr=found.ocr)
                 continue
-            converted = conversions.of(file, found.ocr)
-            yield Document(source, converted.text, root, converted.layout, str(file), state, found.ocr)
-        except NoDocument as no:
+            yield Document(source, conversions.of(file, found.ocr), root, str(file), state, found.ocr)
+        except NotConverted as no:
             yield found.skipped(no)
 
 
 def plain_digest(path: str) -> str | None:
     """Return the digest of a document of plain text; None for other kinds of files, and for long or unreadable ones."""
-    convert = converter_of(os.path.basename(path)) or from_plain
-    with suppress(NoDocument, OSError):
-        if convert in PLAIN and os.stat(path).st_size <= _COMPARED:
-            return Document("", _ended(convert(_bytes(Path(path)))).text).digest
+    name = os.path.basename(path)
+    with suppress(NotConverted, OSError):
+        if (format_of(name) or TEXT).is_plain and os.stat(path).st_size <= _COMPARED:
+            return Document("", cacheblend_documents.convert(name, _bytes(Path(path)))).digest
     return None
 
 
@@ -303,39 +310,26 @@ def check_paths(paths: Sequence[str]) -> None:
 def convert_bytes(source: str, file_name: str, data: bytes, cancellation: Cancellation | None = None) -> Document:
     """Convert the bytes of a file to a document. The suffix of file_name selects the converter.
 
-    Raises NoDocument if there is no converter, or the file has no text or cannot be read, and Cancelled.
+    Raises NotConverted if there is no converter, or the file has no text or cannot be read, and Cancelled.
     """
-    if converter_of(file_name) is None:
-        raise NoDocument("a kind of file without a converter", by_rule=True)
-    process = ConverterProcess()
-    try:
-        converted = _ended(process.convert(file_name, data, cancellation))
-    finally:
-        process.close()
-    return Document(source, converted.text, layout=converted.layout)
+    if format_of(file_name) is None:
+        raise Unwanted("a kind of file without a converter")
+    return Document(source, cacheblend_documents.convert(file_name, data, cancellation=cancellation))
 
 
 def _stdin() -> Converted:
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise NoDocument(f"more than {MAX_BYTES >> 20} MB on stdin")
-    return _ended(from_markdown(data))
-
-
-def _ended(converted: Converted) -> Converted:
-    """Make the text end with a line end. Raises NoDocument for a file without text."""
-    if not converted.text.strip():
-        raise NoDocument("empty")
-    text = converted.text if converted.text.endswith("\n") else converted.text + "\n"
-    return replace(converted, text=text)
+        raise NotConverted(f"more than {MAX_BYTES >> 20} MB on stdin")
+    return cacheblend_documents.convert("stdin.md", data)
 
 
 def _bytes(file: Path) -> bytes:
     try:
         if not file.is_file():
-            raise NoDocument("not a regular file" if file.exists() else "a broken link")
+            raise NotConverted("not a regular file" if file.exists() else "a broken link")
         if (large := too_large(str(file), MAX_BYTES)) is not None:
             raise large
         return file.read_bytes()
     except OSError as error:
-        raise NoDocument(f"unreadable: {error.strerror}", "unreadable", unread=True) from error
+        raise NotConverted(f"unreadable: {error.strerror}", "unreadable", unread=True) from error

@@ -3,6 +3,9 @@
 All patterns with wildcards of a file are one automaton, simulated on the bits of an integer (Shift-And): each character
 of a path costs a few operations on that integer, whatever the patterns are. Patterns without wildcards are looked up in
 a dictionary. Differences from git: `?` and sets match characters, not bytes.
+
+Libraries differ more: of 24,000 random rule files as in tests/corpus/test_ignore_patterns.py, ignore-python 0.4.2
+(ripgrep's rules) answers 2,922 unlike git, pathspec 1.1.1 3,266, and that takes seconds for a pattern with six stars.
 """
 
 from __future__ import annotations
@@ -69,13 +72,9 @@ class Folder:
 
 
 class IgnorePatterns:
-    """Patterns of an ignore file, or of a flag. Raises TooManyPatterns.
-
-    num_steps: characters looked at so far.
-    """
+    """Patterns of an ignore file, or of a flag. Raises TooManyPatterns."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        self.num_steps = 0
         self._includes = list[bool]()  # of each pattern: False if negated
         self._literals: dict[str, int] = {}  # path -> number of its last pattern; a path with a slash begins with one
         self._literal_folders: dict[str, int] = {}  # the same for patterns that end with a slash
@@ -118,12 +117,10 @@ class IgnorePatterns:
         return None if last < 0 else self._includes[last]
 
     def _advance(self, state: int, text: str) -> int:
-        step = self._automaton.step
         for c in text:
             if not state:
                 break
-            state = step(state, c)
-            self.num_steps += 1
+            state = self._automaton.step(state, c)
         return state
 
     def _add(self, line: str) -> None:

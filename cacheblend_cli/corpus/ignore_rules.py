@@ -12,7 +12,8 @@ import stat
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
+
 from cacheblend_cli.corpus.ignore_patterns import MAX_SIZE, Folder, IgnorePatterns, TooManyPatterns
 from cacheblend_cli.corpus.places import is_within
 from cacheblend_cli.errors import UsageError
@@ -20,7 +21,7 @@ from cacheblend_cli.errors import UsageError
 MAX_BYTES = 1 << 20
 _NAMES = (".ignore", ".gitignore", ".git/info/exclude")
 _FIRST_NAMES = tuple(name.split("/")[0] for name in _NAMES)
-Unread = list[tuple[str, NoDocument]]
+Unread = list[tuple[str, NotConverted]]
 """Ignore files that were not read, and the reasons."""
 
 
@@ -67,7 +68,7 @@ class IgnoreRules:
                 continue
             try:
                 patterns = self._read(os.path.join(folder, name))
-            except NoDocument as why:
+            except NotConverted as why:
                 unread.append((name, why))
                 continue
             if patterns:
@@ -86,7 +87,7 @@ class IgnoreRules:
         return False
 
     def _read(self, file: str) -> IgnorePatterns | None:
-        """Return the patterns of a file, None if it does not exist. Raises NoDocument."""
+        """Return the patterns of a file, None if it does not exist. Raises NotConverted."""
         if not os.path.lexists(file):
             return None
         real = os.path.realpath(file)
@@ -117,5 +118,5 @@ def _too_many(file: str, why: str) -> UsageError:
     )
 
 
-def _unread(why: str) -> NoDocument:
-    return NoDocument(f"its rules do not apply: {why}", "with ignore rules", unread=True)
+def _unread(why: str) -> NotConverted:
+    return NotConverted(f"its rules do not apply: {why}", "with ignore rules", unread=True)

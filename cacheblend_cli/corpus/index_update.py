@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from cacheblend_documents.converted import shortened
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
 from cacheblend_store.format.changes import Changes
 
-from cacheblend_cli.corpus.layout import shortened
 from cacheblend_cli.corpus.normalise import indexed
 from cacheblend_cli.corpus.places import PUT, SENT
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cacheblend_cli.corpus.layout import Kind
+from cacheblend_documents.converted import Kind
 
 _MARKS = re.compile(r"(#{1,6})[ \t]+")
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)")
@@ -18,6 +19,7 @@ _DEFINITION = re.compile(
     r"(?:\([^)]*\)\s*)?(?:<[^>]*>\s*)?([A-Za-z_$][\w$:.]*)"
 )
 _TEXT = re.compile(r"\S")
+_LINE = re.compile("^", re.MULTILINE)
 _SHOWN = 120  # maximum characters of a title
 _LOOKED_AT = 400  # characters of a line to parse
 _TOGETHER = 1 << 16  # characters of lines to split together
@@ -47,8 +49,9 @@ class Outline:
         self._titles = list(find(text)) if find is not None else []
         self._starts = [title.start for title in self._titles]
         self._above = _parents(self._titles)
-        self._blanks = 0, 0  # the last long blank range
-        self._line = 0, 0  # the last line: its start and a position in it
+        self._lines = array("Q", (m.start() for m in _LINE.finditer(text)) if self._is_code else ())  # starts
+        before = zip([0, *self._starts], self._starts, strict=False)
+        self._blank_from = [begin + len(text[begin:start].rstrip()) for begin, start in before]  # blanks before titles
         self._run_end = self._run_ends()
 
     @property
@@ -61,7 +64,7 @@ class Outline:
     def titles(self, start: int) -> tuple[str, ...]:
         """Return the titles above the text at `start`, outermost first, including headings that begin there."""
         count = bisect_left(self._starts, start)
-        if count < len(self._titles) and self._blank(start, self._starts[count]):
+        if count < len(self._titles) and start >= self._blank_from[count]:
             # in code, the definition that begins here, not the first one inside it
             last = count if self._is_code else self._run_end[count]
             start, count = self._titles[last].end, last + 1
@@ -71,25 +74,9 @@ class Outline:
             found = [title for title in found if title.level < inside or title.end >= start]
         return tuple(title.text for title in found)
 
-    def _blank(self, start: int, end: int) -> bool:
-        """Return whether text[start:end] is blank. A long blank range, in which many chunks may begin, is read once."""
-        first, last = self._blanks
-        if not first <= start <= last:
-            first = last = start
-        if last < end:
-            found = _TEXT.search(self._text, last, end)
-            last = found.start() if found else end
-            if last - first > _LOOKED_AT:
-                self._blanks = first, last
-        return end <= last
-
     def _indent_at(self, start: int) -> int:
         """Return the indentation of the first non-blank line at or after `start`."""
-        begin, known = self._line
-        if start < begin:
-            begin, known = 0, 0
-        begin = self._text.rfind("\n", known, start) + 1 or begin
-        self._line = begin, max(start, known)
+        begin = self._lines[bisect_right(self._lines, start) - 1]
         for _, line in _lines(self._text[begin : begin + _INDENT_IN]):
             if line.strip():
                 return _width(line[: len(line) - len(line.lstrip(" \t"))])
@@ -99,7 +86,7 @@ class Outline:
         """Return, for each title, the last title of its run: titles with nothing but blanks in between."""
         ends = list(range(len(self._titles)))
         for number in range(len(ends) - 2, -1, -1):
-            if self._blank(self._titles[number].end, self._starts[number + 1]):
+            if self._titles[number].end >= self._blank_from[number + 1]:
                 ends[number] = ends[number + 1]
         return ends
 

@@ -1,4 +1,4 @@
-"""Document names, and how they are shown.
+"""Names of documents and of places in them, and how they are shown.
 
 A document's name is its real path: absolute, with links resolved. Stdin is named after the current project, or the
 current directory without a project, with `//-` at the end, which no real path has.
@@ -10,9 +10,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_documents.converted import shortened, told_apart
 
 from cacheblend_cli.settings.sources import FILE
 
+if TYPE_CHECKING:
+    from cacheblend_store import Locator
+
+_MAX_HEADINGS = 16  # innermost headings to keep: code can be nested deeper
 STDIN = "-"
 _STDIN = "//-"
 SENT, PUT = "(sent)/", "(put)/"
@@ -27,26 +34,6 @@ def place_of(path: str) -> str:
         return text_of(os.path.realpath(path))
     except ValueError:  # not a valid path, but usable as a name
         return os.path.normpath(os.path.join(text_of(os.getcwd()), path))
-
-
-def place_within(folder: str, file: str, folders: dict[str, str]) -> str:
-    """Return the document name of a file that is not a link.
-
-    folder: path of its directory. file: its file name, as text. folders: cache of directory names. A directory is
-    resolved from its parent, so that nested directories are not resolved again from the top.
-    """
-    waiting, here = list[tuple[str, str, str]](), folder
-    while here not in folders:
-        parent, name = os.path.split(here)
-        if not parent or name in ("", os.curdir, os.pardir):
-            folders[here] = place_of(here)
-        else:
-            waiting.append((here, parent, name))
-            here = parent
-    for here, parent, name in reversed(waiting):
-        real = f"{folders[parent].rstrip('/')}/{name}"
-        folders[here] = place_of(real) if os.path.islink(real) else real
-    return f"{folders[folder].rstrip('/')}/{file}"
 
 
 def text_of(path: str) -> str:
@@ -137,3 +124,9 @@ def _unescaped(name: str) -> bytes:
     """Undo `text_of`."""
     pieces = re.split(r"\\x([89a-f][0-9a-f])", name)
     return b"".join(bytes.fromhex(p) if i % 2 else os.fsencode(p) for i, p in enumerate(pieces))
+
+
+def bounded(locator: Locator) -> Locator:
+    """Return the locator with names within the limit."""
+    headings = tuple(map(shortened, locator.headings[-_MAX_HEADINGS:]))
+    return locator._replace(part=told_apart(locator.part), headings=headings)

@@ -19,8 +19,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
-from cacheblend_cli.corpus.converters.sheets.tables import cells_of, header_of
-from cacheblend_cli.corpus.layout import NAME_CHARACTERS, TextLayout
+from cacheblend_documents.converted import NAME_CHARACTERS, Converted
+from cacheblend_documents.sheets.tables import cells_of, header_of
 
 # Shares of a chunk that these take at most
 _HEADER = 1 / 4
@@ -91,18 +91,18 @@ class Tables:
     """Rows of the tables of a text, by number."""
 
     def __init__(
-        self, text: str, encode: Callable[[str], Sequence[int]], max_tokens: int, layout: TextLayout | None = None
+        self, text: str, encode: Callable[[str], Sequence[int]], max_tokens: int, converted: Converted | None = None
     ) -> None:
-        """max_tokens: of a chunk. layout: None for a text without tables."""
+        """max_tokens: of a chunk. converted: whose part the text is; None for a text without tables."""
         self.source, self._encode, self._max_tokens = text, encode, max_tokens
         self._starts, self._ends = array("Q"), array("Q")  # of rows
         self._tables, self._firsts = list[_Bars | _Records](), list[int]()  # tables, and their first rows
         self._cells = lru_cache(_KEPT)(self._parsed)
         self._is_within, self._shortened = lru_cache(_KEPT)(self._fits), lru_cache(_KEPT)(self._beginning)
-        if layout is not None and layout.names is not None:
-            self._add(_Records(layout.names), 0, len(text))
-        elif layout is not None and layout.kind != "code" and "|" in text:
-            for found in (_MARKDOWN if layout.numbered else _CONVERTED).finditer(text):
+        if converted is not None and converted.columns is not None:
+            self._add(_Records(converted.columns), 0, len(text))
+        elif converted is not None and converted.kind != "code" and "|" in text:
+            for found in (_MARKDOWN if converted.keeps_lines else _CONVERTED).finditer(text):
                 self._add(*self._with_bars(found), found.end())
 
     def shown(self, start: int, end: int) -> tuple[str, str]:
@@ -137,13 +137,6 @@ class Tables:
         if number >= 0 and end <= self._ends[number]:
             yield from (cell.start for cell in self._cells(number)[1:] if start < cell.start < end)
         yield end
-
-    def cut_row(self, position: int) -> int:
-        """Return the start of the row that a cut at the position would end, if another one is above it; else 0."""
-        number = bisect_left(self._starts, position) - 1
-        if number <= 0 or position >= self._ends[number] or self._table(number) is not self._table(number - 1):
-            return 0
-        return self._starts[number] if len(self._cells(number - 1)) > 1 else 0  # else it is a title, or a header
 
     def _key(self, number: int, start: int) -> str:
         """Return the first cell of a row, then the name of the cell that a position is in."""

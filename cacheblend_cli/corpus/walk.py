@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from cacheblend_cli.corpus.converters import converter_of
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_documents.converted import NotConverted
+from cacheblend_documents.formats import format_of, reason_of_suffix
+
 from cacheblend_cli.corpus.ignore_patterns import Folder, IgnorePatterns
 from cacheblend_cli.corpus.ignore_rules import IgnoreRules
 from cacheblend_cli.corpus.places import is_within
@@ -52,18 +53,23 @@ class Selection:
 ALL = Selection()
 
 
+class Unwanted(NotConverted):
+    """Raised for a file that a rule says not to open."""
+
+    def __init__(self, reason: str, group: str = "") -> None:
+        super().__init__(reason, group, unread=True)
+
+
 @dataclass(frozen=True, slots=True)
 class FoundFile:
     path: str  # below the folder as the user named it
     real: str  # path with links to folders resolved; "" for a link
-    skip: NoDocument | None = None  # reason to skip it
+    skip: NotConverted | None = None  # reason to skip it
 
 
-_OUTWARD = NoDocument(
-    "a link to a file outside the folder: name it, or --follow", "links out of the folder", by_rule=True
-)
-_LINKED = NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True)
-_TOO_LONG = NoDocument(
+_OUTWARD = Unwanted("a link to a file outside the folder: name it, or --follow", "links out of the folder")
+_LINKED = Unwanted("a link to a folder: name it, or --follow", "linked folders")
+_TOO_LONG = NotConverted(
     f"its path is longer than {MAX_PATH:,} bytes, and the system cannot open it", "too long paths", unread=True
 )
 
@@ -178,32 +184,18 @@ def _leads_out(path: str, folder: str) -> bool:
 
 
 _PEEK_BYTES = 8192
-_WITHOUT_TEXT = {
-    "archives are not read: unpack them": ".zip .tar .gz .tgz .bz2 .xz .zst .7z .rar .jar .whl",
-    "images have no text": ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .heic .ico",
-    "audio and video have no text": ".mp3 .wav .flac .ogg .m4a .aac .opus .mp4 .mov .avi .mkv .webm",
-    "old Office formats are not read: save as .docx or .pptx": ".doc .ppt",
-    "OpenDocument texts and slides are not read: save as .docx or .pptx": ".odt .odp",
-    "Outlook messages are not read: save as .eml": ".msg",
-}
-_REASON_OF_SUFFIX = {suffix: why for why, suffixes in _WITHOUT_TEXT.items() for suffix in suffixes.split()}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
-def reason_of_suffix(name: str) -> str:
-    """Return why files with the suffix of this name are not read, "" if unknown."""
-    return _REASON_OF_SUFFIX.get(PurePath(name).suffix.lower(), "")
-
-
-def unwanted(path: str, selection: Selection) -> NoDocument | None:
+def unwanted(path: str, selection: Selection) -> NotConverted | None:
     """Return the reason not to read a file that the user did not name, or None."""
     suffix = PurePath(path).suffix.lower()
     if not selection.include:
-        if converter_of(os.path.basename(path)) is None:
+        if format_of(os.path.basename(path)) is None:
             why = reason_of_suffix(path) or f"{suffix} is not read: name the file, or --include '*{suffix}'"
-            return NoDocument(why, suffix, by_rule=True)
+            return Unwanted(why, suffix)
         if not suffix and _is_binary(path):
-            return NoDocument("binary, without a suffix", "binary without a suffix", by_rule=True)
+            return Unwanted("binary, without a suffix", "binary without a suffix")
     return too_large(path, selection.max_file_size)
 
 
@@ -224,7 +216,7 @@ def _is_binary(path: str) -> bool:
     return b"\0" in data
 
 
-def too_large(path: str, most: int) -> NoDocument | None:
+def too_large(path: str, most: int) -> NotConverted | None:
     try:
         size = os.stat(path).st_size
     except OSError:
@@ -232,4 +224,4 @@ def too_large(path: str, most: int) -> NoDocument | None:
     if size <= most:
         return None
     shown, megabytes = f"{most / 2**20:.3g} MB", f"{size / 2**20:.3g}" if size < 1000 << 20 else f"{size / 2**20:,.0f}"
-    return NoDocument(f"larger than {shown}: {megabytes} MB", f"over {shown}", by_rule=True)
+    return Unwanted(f"larger than {shown}: {megabytes} MB", f"over {shown}")

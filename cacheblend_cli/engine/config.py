@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.wording import check_prompt, parse_variables
-from cacheblend_cli.settings.fields import KV_DTYPES
+from cacheblend_cli.settings.fields import check_kv_dtype
 
 POOL_DTYPES = ("auto", "float8_e4m3")
 MOST_SWAP = 1 << 20  # GiB: a petabyte
@@ -41,7 +41,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UsageError(f"block size {self.block_size} is not a power of two", "64 fits every backend")
-        check_known("KV dtype", self.kv_dtype, KV_DTYPES)
+        check_kv_dtype(self.kv_dtype)
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"unknown device {self.device!r}", _DEVICES)
         check_known("KV pool dtype", self.kv_pool_dtype, POOL_DTYPES)

@@ -21,8 +21,8 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.documents import Documents
-from cacheblend_cli.engine.engine_thread import answer_of
-from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, Text
+from cacheblend_cli.engine.engine_thread import first_answer
+from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say
 from cacheblend_cli.engine.features.auto_ratio import decided, kv_bytes
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.outer_ranks import outer_ranks
@@ -44,7 +44,8 @@ from cacheblend_cli.types import (
     AskPlan,
     AskRequest,
     BlendParams,
-    PlannedChunk,
+    ChunkPlan,
+    Piece,
     SamplingParams,
     TokenUse,
     ask_request,
@@ -109,7 +110,7 @@ class Engine(Documents):
 
     def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
         """Resolve and answer a question in this thread. options: in place of its own."""
-        return answer_of(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
+        return first_answer(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
 
     def plan_of(self, request: Request) -> AskPlan:
         """Return a plan of a resolved request, without running it. --ratio auto may measure this machine, so call it in
@@ -123,7 +124,7 @@ class Engine(Documents):
             prompt.exact_tokens,
             prompt.fresh_tokens,
             kv_bytes(request),
-            [PlannedChunk(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
+            [ChunkPlan(s.key.hex() if s.key else "", s.source, s.num_tokens, s.status) for s in prompt.chunks],
             report,
             request.notes,
         )
@@ -132,7 +133,7 @@ class Engine(Documents):
         """Return the best stored chunks for a question, in reading order. Raises NotFoundError with the reason if there
         are none."""
         with ChunkRecords(store) as stored:
-            return retrieve(self.runtime, store, stored, ask, {})
+            return retrieve(self.runtime, store, stored, ask)
 
     def own_blend(self, blend: BlendParams) -> tuple[BlendParams, str]:
         """Return the blend settings of the model's profile (`--ratio model`), and the source of the ratio."""
@@ -210,7 +211,7 @@ class Engine(Documents):
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""
         request = self._resolved_request(self._asked(question, about))
         with closing(self.events(request)) as events:
-            yield from (event.text for event in events if isinstance(event, Text))
+            yield from (event.text for event in events if isinstance(event, Piece) and not event.reasoning)
 
     def ask_many(self, questions: Iterable[str | AskRequest], **about: Any) -> list[Answer]:
         """Return the answers in order. Requests are batched, and queued as the engine has room. Raises the error of the
@@ -272,7 +273,7 @@ class Engine(Documents):
             while not isinstance(event := await events.get(), Done):
                 if isinstance(event, Failed):
                     raise event.error
-                if isinstance(event, Text):
+                if isinstance(event, Piece) and not event.reasoning:
                     yield event.text
         finally:
             left.set()

@@ -176,7 +176,7 @@ def _until_done(events: Iterable[Event]) -> Iterator[Event]:
             return
 
 
-def answer_of(events: Iterable[Event]) -> Answer:
+def first_answer(events: Iterable[Event]) -> Answer:
     """Return the first answer of a request, once it is done."""
     *_, last = events
     assert isinstance(last, Done)

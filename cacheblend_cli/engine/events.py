@@ -7,30 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import Answer, Progress, TokenLogprob
+from cacheblend_cli.types import Answer, Piece, Progress, TokenLogprob
 
 Early = Literal["cancelled", "deadline"]
 
 
 @dataclass(frozen=True)
-class Text:
-    """A piece of an answer. It ends with a whole character, and contains no part of a stop string."""
-
-    text: str
-    index: int = 0  # of the answer, if there are several
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """A piece of the reasoning before an answer."""
-
-    text: str
-    index: int = 0
-
-
-@dataclass(frozen=True)
 class Token:
-    """A token of an answer, if log-probabilities were requested. It comes before the text that it completes."""
+    """A token of an answer, if log-probabilities were requested. It comes before the piece that it completes."""
 
     logprob: TokenLogprob
     index: int = 0
@@ -58,7 +42,7 @@ class HandedOver:
     report: Answer  # without tokens
 
 
-Event = Progress | Text | Reasoning | Token | HandedOver | Done | Failed
+Event = Progress | Piece | Token | HandedOver | Done | Failed
 OnEvent = Callable[[Event], None]
 Say = Callable[[str], None]  # takes a message for users
 

@@ -16,7 +16,7 @@ from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.events import Failed
-from cacheblend_cli.engine.features.auto_ratio import controller_of, decided
+from cacheblend_cli.engine.features.auto_ratio import Controller, decided
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
@@ -115,14 +115,13 @@ def prefill(
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
             with closing(PrefillState(decoder, request.source, sequence, given).open()) as state:
-                output = state.rest() if output_positions is None else state.whole(output_positions(plan))
-                assert output.result is not None
-                done = Prefilled(request, output.result, output.loader, output.time, runtime=runtime, sequence=sequence)
+                result = state.rest() if output_positions is None else state.whole(output_positions(plan))
+                done = Prefilled(request, result, runtime=runtime, sequence=sequence)
             if report is None:
                 return done
             int(done.logits.argmax())  # a GPU is done when its result is on the host
             seconds = time.perf_counter() - start
-            controller_of(runtime, request).learn(report, done, seconds)
+            Controller(runtime, request).learn(report, done, seconds)
             return replace(done, auto=replace(report, ttft_s=seconds))
         except BadChunk as bad:
             sequence.release()

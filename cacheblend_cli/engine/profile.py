@@ -148,12 +148,12 @@ def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[B
 
 def with_own_ratio(
     collection: Collection, chunks: Sequence[ChunkInput], ask: AskRequest, notes: list[str]
-) -> tuple[AskRequest, str]:
-    """Return the request, with the blending of the model's profile if requested, and the source of its ratio. Notes
+) -> tuple[BlendParams, str]:
+    """Return the request's blending, or that of the model's profile if requested, and the source of its ratio. Notes
     report a profile that does not fit, and a ratio below the profile's."""
     blend, model = ask.blend, collection.model
     if ask.options.auto or blend.mode != "blend" or blend.checks:
-        return ask, "auto" if ask.options.auto else "given"
+        return blend, "auto" if ask.options.auto else "given"
     codec = stored_codec(chunks, collection)
     shown = notes if len(chunks) > 1 else []  # one chunk is exact
     if ask.options.own_ratio:
@@ -165,9 +165,9 @@ def with_own_ratio(
             )
         elif source.startswith(OTHER):
             shown.append(f"the ratio is the default, {blend.ratio:g}: {source.removeprefix('default: ')}")
-        return replace(ask, blend=own), source
+        return own, source
     profile, _ = profile_for(model, conditions(collection, codec, blend))
     if profile is not None and ((found := profile.choice) is None or blend.effective_ratio() < found.ratio):
         needed = "use mode full" if found is None else f"it needs a ratio of {found.ratio:g}"
         shown.append(f"models check found blending with {model.name} to be far from a full prefill: {needed}")
-    return ask, "given"
+    return blend, "given"

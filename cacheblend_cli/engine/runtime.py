@@ -17,7 +17,6 @@ from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.worker.decode import EagerRunner
-from cacheblend_cli.engine.worker.grammar import Grammar, form_tokenizer, grammar_of
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.errors import UsageError
@@ -28,17 +27,17 @@ from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.host_memory import available_memory, total_memory
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
-from cacheblend_cli.model.machine_speeds import describe as describe_speeds
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.prompt.collection import kv_facts
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import SamplingParams, Speeds
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from cacheblend_cli.engine.ranks.driver import Driver
+    from cacheblend_cli.engine.worker.grammar import Grammar
     from cacheblend_cli.errors import CacheBlendError
     from cacheblend_cli.model.kv_scales import KVScales
 
@@ -85,7 +84,7 @@ class Runtime(Prompts):
         self.driver: Driver | OneProcess = OneProcess()
         self.say: Say = lambda text: None  # callback for what takes time once on a machine
         self.progress: Say = lambda text: None  # callback for what takes time
-        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see features/auto_ratio.py
+        self.speeds: dict[str, Speeds] = {}  # of this machine by codec, see features/auto_ratio.py
         self._memory = memory
 
     @classmethod
@@ -117,7 +116,7 @@ class Runtime(Prompts):
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
             runtime.decoder.kv_scales = runtime.driver.kv_scales(runtime.model, runtime.template.prefix_ids, config)
-        remember(config, runtime.model.files)
+        remember(config.model, config.dtype, config.weight_dtype, runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         for notice in _notices(runtime.model, config):
@@ -179,6 +178,8 @@ class Runtime(Prompts):
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
         """Tokenizer for grammars, created once. Raises UsageError if llguidance is not installed."""
+        from cacheblend_cli.engine.worker.grammar import form_tokenizer
+
         return form_tokenizer(self.model)
 
     def grammar_of(self, params: SamplingParams) -> Grammar:
@@ -188,6 +189,8 @@ class Runtime(Prompts):
                 f"{self.model.name} reasons before it answers, which a grammar does not allow",
                 "leave --json-schema and --regex out",
             )
+        from cacheblend_cli.engine.worker.grammar import grammar_of
+
         return grammar_of(self.form_tokenizer, params)
 
     @property
@@ -214,7 +217,6 @@ class Runtime(Prompts):
             "prompt": self.template.wording.source(self.model.path),
             **kv_facts(spec, self.config.kv_dtype, decoder.dtype, bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
-            **(describe_speeds(spec) if decoder.device.type == "cpu" else {}),
         }
 
 

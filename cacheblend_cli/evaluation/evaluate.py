@@ -15,7 +15,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import (
     AnswerLengths,
-    Measured,
+    MeasuredPrompt,
     prefill_in_pieces,
     relative_rmse,
     run_full,
@@ -102,7 +102,6 @@ class _Run:
         self._engine, self._store, self._settings = engine, store, settings
         self._max_tokens = options.max_tokens
         self._own_tokens = min(options.own_tokens or options.max_tokens, options.max_tokens)
-        self._encode = engine.model.tokenizer.encode_text
         self._records = RecordFile() if options.records is None else options.records
         self._chunks = SampleChunks(engine, store, samples, options.collecting)
         facts: dict[str, Any] = {
@@ -145,9 +144,9 @@ class _Run:
     def _measure(self, sample: Sample, missing: list[Setting], keys: dict[str, str]) -> None:
         """Run full prefill, then the missing settings, context by context."""
         contexts = _contexts(missing)
-        lengths = AnswerLengths(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
+        lengths = AnswerLengths(self._max_tokens, self._own_tokens)
         self._chunks.store([sample], contexts)
-        full: Measured | None = None
+        full: MeasuredPrompt | None = None
         for context in contexts:
             start = time.perf_counter()
             keys_of = self._chunks.keys(sample, context)
@@ -166,7 +165,7 @@ class _Run:
         return fixed + self._chunks.num_tokens(sample)
 
     def _record(
-        self, sample: Sample, setting: Setting, key: str, request: Request, full: Measured, before_s: float
+        self, sample: Sample, setting: Setting, key: str, request: Request, full: MeasuredPrompt, before_s: float
     ) -> Record:
         """Measure a setting. full: full prefill of the prompt."""
         found = full
@@ -189,7 +188,6 @@ class _Run:
             recompute_fraction=found.prefilled.recompute_fraction,
             ttft_s=found.ttft_s,
             prefill_s=found.prefilled.prefill_s,
-            likelihood=found.likelihood,
             **_compared(found, full),
             **_scores(sample, found.text),
         )
@@ -200,7 +198,7 @@ def _contexts(settings: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
 
 
-def _compared(found: Measured, full: Measured) -> dict[str, Any]:
+def _compared(found: MeasuredPrompt, full: MeasuredPrompt) -> dict[str, Any]:
     """Return the distances from full prefill; none for full prefill itself."""
     if found.divergence is None:
         return {}

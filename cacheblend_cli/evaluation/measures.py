@@ -23,16 +23,10 @@ _PIECES = 3  # slices of the noise floor's prefill
 class AnswerLengths:
     tokens: int  # maximum of full prefill's answer, over which settings are teacher-forced
     own_tokens: int  # maximum of a setting's own greedy answer, up to `tokens`
-    reference_ids: tuple[int, ...] = ()  # reference answer whose likelihood is measured
-
-    @property
-    def headroom(self) -> int:
-        """Number of positions that an answer needs after the prompt."""
-        return max(self.tokens, len(self.reference_ids))
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPrompt:
     """A prompt's greedy answer under one setting, and the data by which a setting is compared with full prefill.
 
     k, v and attended have one tensor per layer.
@@ -43,7 +37,6 @@ class Measured:
     ttft_s: float
     text: str  # the first own_tokens tokens of the answer
     answer_ids: list[int]  # full prefill's
-    likelihood: float | None  # reference answer, nats per token
     log_p: Tensor  # fp64 [num_answer_tokens, vocab_size], the distributions that predict answer_ids
     divergence: Divergence | None  # from full prefill, None for full prefill itself
     k: list[Tensor]  # rotated, fp32 [num_chunk_tokens, num_kv_heads, head_dim]
@@ -51,7 +44,7 @@ class Measured:
     attended: list[Tensor]  # before o_proj, rows that predict the answer: fp32 [num_answer_tokens, num_heads, head_dim]
 
 
-def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Measured:
+def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> MeasuredPrompt:
     """Prefill everything and answer greedily. before_s: seconds spent before."""
     return run_setting(engine, request.in_full(), lengths, before_s, Engine.hold_prefill)
 
@@ -63,13 +56,13 @@ def run_setting(
     lengths: AnswerLengths,
     before_s: float,
     run: Prefill,
-    full: Measured | None = None,
-) -> Measured:
+    full: MeasuredPrompt | None = None,
+) -> MeasuredPrompt:
     """Prefill under the request's setting and answer greedily. full: full prefill to compare with. Greedy decoding
     equals its answer as long as the most likely tokens agree, so it starts where they first differ: teacher forcing has
     computed the tokens before."""
     start = time.perf_counter()
-    done = run(engine, request, headroom=lengths.headroom)
+    done = run(engine, request, headroom=lengths.tokens)
     first = done.logits.clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
@@ -77,7 +70,6 @@ def run_setting(
         ids = done.answer(SamplingParams(max_tokens=lengths.tokens, stop_repetition=False)).token_ids
     else:
         ids = full.answer_ids
-    likelihood = _likelihood(done, lengths.reference_ids)
     attended = _Attended(engine.model.spec.num_layers)
     logits = torch.cat((first[None], done.predict(ids, attended)[1:]))
     log_p = log_distribution(logits)
@@ -89,13 +81,12 @@ def run_setting(
         generation = done.answer(sampling, given=same, logits=logits[same])
         text = _text(engine, (*ids[:same], *generation.token_ids))
     done.sequence.release()
-    return Measured(
+    return MeasuredPrompt(
         prefilled=done,
         lengths=lengths,
         ttft_s=ttft_s,
         text=text,
         answer_ids=ids,
-        likelihood=likelihood,
         log_p=log_p,
         divergence=found,
         k=k,
@@ -118,15 +109,6 @@ def _text(engine: Engine, token_ids: Sequence[int]) -> str:
     return engine.model.tokenizer.decode([i for i in token_ids if i not in engine.model.eos_ids])
 
 
-def _likelihood(done: Prefilled, answer_ids: Sequence[int]) -> float | None:
-    """Return the mean log-probability of the answer's tokens after the prompt, in nats. The answer's KV is written
-    after the prompt."""
-    if not answer_ids:
-        return None
-    log_p = log_distribution(done.predict(answer_ids))
-    return float(log_p[torch.arange(len(answer_ids)), list(answer_ids)].mean())
-
-
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
     """Return ||ours - reference|| / ||reference|| of each pair of equal shapes (0 where the reference is all zero)."""
     found = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(ours, reference, strict=True)]
@@ -137,13 +119,8 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
     """Return K (rotated) and V of the chunks' tokens, fp32, one per layer."""
     positions = torch.cat([torch.arange(s.start, s.end) for s in done.plan.chunks])
     slots = done.sequence.slots(positions.to(done.pool.device))
-
-    def rows(cache: Tensor, scale: Tensor | None) -> Tensor:
-        found = cache.view(-1, *cache.shape[2:])[slots].float()
-        return found if scale is None else found * scale[:, None]
-
-    pool = done.pool
-    return [rows(c.k, c.k_scale) for c in pool.layers], [rows(c.v, c.v_scale) for c in pool.layers]
+    layers = [done.pool.read(layer, slots) for layer in range(len(done.pool.layers))]
+    return [k for k, _ in layers], [v for _, v in layers]
 
 
 class _Attended(Steps):

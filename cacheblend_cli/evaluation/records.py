@@ -41,7 +41,6 @@ class Record:
     f1: float | None = None
     rouge_l: float | None = None
     has_answer: bool | None = None
-    likelihood: float | None = None  # mean log-probability of the first reference's tokens, nats
     tags: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,8 +16,8 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.engine import Engine, Prefilled, Request
+from cacheblend_cli.model.cpu import cpu_name
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -79,7 +79,8 @@ class SpeedPrompt:
         try:
             int(done.logits.argmax())  # waits for a GPU's result on the host
             seconds = time.perf_counter() - start
-            return FirstToken(seconds, done.loader.load_s, done.loader.stall_s, done.loader.num_bytes)
+            loader = done.result.loader
+            return FirstToken(seconds, loader.load_s, loader.stall_s, loader.num_bytes)
         finally:
             done.sequence.release()
 

@@ -93,8 +93,8 @@ class Activations:
     """Results of a layer that the next one takes. In the buffers of `LayerGraphs` they are shared: another pass that
     needs the buffers moves them out."""
 
-    def __init__(self, delta: Tensor, residual: Tensor | None = None) -> None:
-        self.put(delta, residual)
+    def __init__(self, delta: Tensor) -> None:
+        self.put(delta, None)
 
     def put(self, delta: Tensor, residual: Tensor | None, shared: bool = False) -> None:
         """delta, residual: see `Hidden`; residual is None before the first layer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -52,28 +53,23 @@ def check_generic(decoder: GenericDecoder) -> None:
 
     Layers are compared one by one, in fp32 whatever the model's dtype.
     """
-    parts, device = decoder.parts, decoder.device
+    parts, device, demand = decoder.parts, decoder.device, partial(_demand, decoder)
     count = min(TOKENS, decoder.spec.max_context)
     ids = torch.randint(decoder.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.arange(count, device=device)
     came, went, logits = _by_transformers(decoder, ids)
     embedded = decoder.embed(ids)
-    _demand(decoder, torch.equal(embedded, came[0]), "the input of its first layer changes from run to run")
+    demand(torch.equal(embedded, came[0]), "the input of its first layer changes from run to run")
     later = parts.embed(ids, positions + decoder.spec.max_context - count)
-    _demand(decoder, torch.equal(later, embedded), "it adds something to tokens that depends on their positions")
+    demand(torch.equal(later, embedded), "it adds something to tokens that depends on their positions")
     some = positions[::3]
-    _demand(
-        decoder, torch.equal(parts.embed(ids[some]), embedded[some]), "its token embeddings depend on earlier tokens"
-    )
+    demand(torch.equal(parts.embed(ids[some]), embedded[some]), "its token embeddings depend on earlier tokens")
     for out, into in zip(went[:-1], came[1:], strict=True):
-        _demand(decoder, torch.equal(out, into), "it changes the residual stream between layers")
+        demand(torch.equal(out, into), "it changes the residual stream between layers")
     last = went[-1][some]
-    _demand(
-        decoder,
-        is_close(decoder.logits(last, last), logits[some], SAME),
-        "after its last layer, a row depends on other rows",
+    demand(
+        is_close(decoder.logits(last, last), logits[some], SAME), "after its last layer, a row depends on other rows"
     )
-
     spread, shift = probed_positions(decoder.spec, device), min(decoder.spec.max_context - count, FAR)
     near, far = (parts.calls(embedded.float(), positions + by, "eager") for by in (0, shift))
     turns = parts.calls(embedded[:1].float().expand(len(spread), -1), spread)

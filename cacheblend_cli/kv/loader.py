@@ -22,7 +22,6 @@ from cacheblend_cli.kv.stored_prompt import (
     BatchRows,
     KVBatch,
     StoredPrompt,
-    StoredSpan,
     batches_of,
     row_chunks_of,
     slots_of,
@@ -218,7 +217,7 @@ class ZeroLoader(KVLoader):
         self._rows = []
         self._heads = spec.kv_shapes
         for segment in plan.stored:
-            span = StoredSpan(segment.start, segment.end, codec)
+            span = replace(segment, codec=codec)
             of_heads = {heads: zeros(span, heads, decoder.device) for heads in set(self._heads)}
             self._rows.append((of_heads, slots_of(decoder, sequence, [span], plan.num_tokens)))
 
@@ -230,7 +229,7 @@ class ZeroLoader(KVLoader):
                 self._kernels.load_kv(stored, self._pool.layers[layer], where)
 
 
-def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> StoredKV:
+def zeros(span: Segment, heads: tuple[int, ...], device: torch.device) -> StoredKV:
     """Return stored KV of zeros in the span's codec. heads: (KV heads, head_dim) of the layer."""
     batch = KVBatch(0, [span], *heads)
     tensors = batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8, device=device))

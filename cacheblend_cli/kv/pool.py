@@ -17,7 +17,7 @@ from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from cacheblend_cli.kv.states import BlockState, BlockStates
+    from cacheblend_cli.kv.block_states import BlockState, BlockStates
     from cacheblend_cli.model.states import StateLayout
 
     Swapped = tuple[list[Tensor], dict[int, BlockState]]
@@ -58,7 +58,7 @@ class KVPool(BlockSpace):
         self.allocator = BlockAllocator(num_blocks)
         self.states: BlockStates | None = None  # of a hybrid's recurrent layers
         if state_layout is not None:
-            from cacheblend_cli.kv.states import BlockStates
+            from cacheblend_cli.kv.block_states import BlockStates
 
             self.states = BlockStates(block_size, state_layout, self.allocator)
         self.layer_graphs: Callable[..., bool] | None = None  # `LayerGraphs` of prefills over this pool

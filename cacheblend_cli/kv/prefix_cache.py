@@ -48,7 +48,7 @@ class PrefixCache:
     """Index of a pool's kept blocks. It owns no references: the allocator reports when a block is reused."""
 
     def __init__(self, space: BlockSpace) -> None:
-        self._space, self._size = space, space.block_size
+        self._allocator, self._size = space.allocator, space.block_size
         self._block_of: dict[bytes, int] = {}
         self._kept: dict[int, _Kept] = {}
 
@@ -75,20 +75,7 @@ class PrefixCache:
             block = table.blocks[index]
             if index >= table.num_freed_blocks and parent not in self._block_of and block not in self._kept:
                 self._block_of[parent], self._kept[block] = block, _Kept(parent, ids)
-                self._space.allocator.keep(block, self._forget)
-
-    def take(self, hit: PrefixHit, num_tokens: int, headroom: int = 0) -> BlockTable:
-        """Return a table with room for num_tokens that begins with the hit's blocks. headroom: tokens it may grow by.
-        Raises DeviceError when the pool is too small."""
-        space = self._space
-        space.allocator.share(hit.blocks)  # first, so that allocating the rest evicts none of them
-        try:
-            count = space.blocks_for(num_tokens) - len(hit.blocks)
-            fresh = space.allocator.allocate(count, headroom=space.blocks_for(headroom))
-        except BaseException:
-            space.allocator.free(hit.blocks)
-            raise
-        return BlockTable(space, [*hit.blocks, *fresh])
+                self._allocator.keep(block, self._forget)
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._kept.pop(block).digest]

@@ -19,7 +19,7 @@ from cacheblend_cli.model.rope import CosSin, rows_of_tables
 from cacheblend_cli.prompt.plan import Segment
 
 if TYPE_CHECKING:
-    from cacheblend_cli.kv.states import OpenStates
+    from cacheblend_cli.kv.block_states import OpenStates
 
 LEAST_KV_BUCKET = 1024
 """Positions of the smallest bucket of contexts of CUDA graphs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -27,19 +27,6 @@ ALIGNMENT = 512  # bytes, of each tensor in a buffer
 
 
 @dataclass(frozen=True)
-class StoredSpan:
-    """Positions start:end of a prompt, and the codec of their stored KV."""
-
-    start: int
-    end: int
-    codec: str
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
 class BatchRows:
     """Rows of the chunks that are placed together. The same for every layer."""
 
@@ -55,7 +42,7 @@ class StoredPrompt:
     source: KVSource
     sequence: PagedSequence
     manifests: tuple[ChunkManifest, ...]
-    spans: tuple[StoredSpan, ...]  # manifests[i] describes spans[i]
+    spans: tuple[Segment, ...]  # in the codec of the record; manifests[i] describes spans[i]
     rope_len: int  # length passed to RoPE
 
     @classmethod
@@ -67,7 +54,7 @@ class StoredPrompt:
             raise BadChunk(segments[0].key, "the store cannot be read")
         with source.read() as reader:
             manifests = tuple(_manifest(reader, segment, decoder.spec) for segment in segments)
-        spans = tuple(StoredSpan(s.start, s.end, m.codec) for s, m in zip(segments, manifests, strict=True))
+        spans = tuple(replace(s, codec=m.codec) for s, m in zip(segments, manifests, strict=True))
         return cls(decoder, source, sequence, manifests, spans, plan.num_tokens)
 
     @property
@@ -80,7 +67,7 @@ class StoredPrompt:
             for tensor in blob_spec(span.codec, span.num_tokens, *heads).values()
         )
 
-    def rows(self, spans: Sequence[StoredSpan]) -> BatchRows:
+    def rows(self, spans: Sequence[Segment]) -> BatchRows:
         """Return the rows of spans of one codec, one after another; created on the current stream."""
         slots = slots_of(self.decoder, self.sequence, spans, self.rope_len)
         return BatchRows(slots, row_chunks_of(spans, self.decoder.device))
@@ -101,7 +88,7 @@ def stored_kv(codec: str, tensors: Mapping[str, Tensor], row_chunks: Tensor | No
     return StoredKV(**tensors, k_levels=k_levels, v_levels=v_levels, row_chunks=row_chunks)
 
 
-def row_chunks_of(spans: Sequence[StoredSpan], device: torch.device) -> Tensor | None:
+def row_chunks_of(spans: Sequence[Segment], device: torch.device) -> Tensor | None:
     """Return the index of each row's span, [num_rows] int32; None if kernels do not need it. On a GPU, a single span
     has it too if its codec has scales, so that only one form of the kernel is compiled."""
     if spans[0].codec in PLAIN or (len(spans) == 1 and device.type != "cuda"):
@@ -110,9 +97,7 @@ def row_chunks_of(spans: Sequence[StoredSpan], device: torch.device) -> Tensor |
     return upload(torch.repeat_interleave(torch.arange(len(spans)), counts), device, torch.int32)
 
 
-def slots_of(
-    decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int
-) -> tuple[Slots, ...]:
+def slots_of(decoder: Decoder, sequence: PagedSequence, spans: Sequence[Segment], rope_len: int) -> tuple[Slots, ...]:
     """Return the slots of the spans' rows for each RoPE. For one contiguous run, cos and sin are views of its
     table."""
     tables = decoder.rope.tables(rope_len)
@@ -147,7 +132,7 @@ class KVBatch:
     scales and means. So the chunks become one tensor each: tensors of rows are concatenated, those of a chunk stacked.
     """
 
-    def __init__(self, first: int, spans: Sequence[StoredSpan], *heads: int) -> None:
+    def __init__(self, first: int, spans: Sequence[Segment], *heads: int) -> None:
         """heads: KV heads, head_dim and V's head_dim, as in `blob_spec`."""
         self.first, self.spans = first, tuple(spans)
         specs = [blob_spec(s.codec, s.num_tokens, *heads) for s in spans]
@@ -178,7 +163,7 @@ class KVBatch:
 
 
 def batches_of(
-    spans: Sequence[StoredSpan], shapes: Sequence[tuple[int, ...]], most_bytes: int
+    spans: Sequence[Segment], shapes: Sequence[tuple[int, ...]], most_bytes: int
 ) -> list[dict[tuple[int, ...], KVBatch]]:
     """Group adjacent chunks of the same codec, up to most_bytes; a larger chunk is a batch of its own.
 
@@ -186,7 +171,7 @@ def batches_of(
     of a group.
     """
     largest = max(shapes, key=lambda heads: heads[0] * (heads[1] + heads[-1]))
-    groups: list[list[StoredSpan]] = []
+    groups: list[list[Segment]] = []
     room = 0
     for span in spans:
         spec = blob_spec(span.codec, span.num_tokens, *largest)

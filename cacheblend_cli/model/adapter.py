@@ -18,16 +18,21 @@ from cacheblend_cli.model.model_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.model."
-# Fields that are read, and fields without effect on a trained adapter's computation. Other fields with a value are
-# refused.
-READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias")
-UNUSED = (
+FREE = (
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
+    # without effect on a trained adapter's computation
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size",
-    "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core",
+    "qalora_group_size", "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
 )  # fmt: skip
-# Initialisations that leave the model's own weights unchanged.
-KEEPS_THE_MODEL = (None, True, False, "gaussian", "orthogonal")
+"""Fields of adapter_config.json with any value."""
+UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
+VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),  # others change the model's own weights
+}
+"""Accepted values of other fields, if they are not UNSET."""
 HINT = "merge the adapter into its model with peft (merge_and_unload, then save_pretrained), and give that directory"
 
 
@@ -64,7 +69,6 @@ class LoraAdapter:
         pairs = _pairs(path / WEIGHTS)
         deltas = {}
         for module, (down, up) in sorted(pairs.items()):
-            config.check_target(module)
             rank, scale = config.rank_and_scale(module)
             if down.ndim != 2 or up.ndim != 2 or not down.shape[0] == up.shape[1] == rank:
                 raise config.refused(
@@ -104,34 +108,9 @@ class _Config:
 
     def __init__(self, path: Path) -> None:
         self.folder, self.values = path.parent, read_object(path)
-        values = self.values
-        if (kind := values.get("peft_type")) != "LORA":
-            raise self.refused(f"its peft_type is {shown(kind)}; only LORA is supported")
-        if values.get("use_dora"):
-            raise self.refused("it is a DoRA adapter (use_dora), which is not implemented")
-        if values.get("bias", "none") != "none":
-            raise self.refused(f"it has biases (bias = {shown(values['bias'])}), which are not implemented")
-        begin = values.get("init_lora_weights")
-        if begin not in KEEPS_THE_MODEL:
-            raise self.refused(
-                f"it was initialised by changing the model's weights (init_lora_weights = {shown(begin)})"
-            )
-        for name, value in values.items():
-            if name not in (*READ, *UNUSED, "init_lora_weights") and value not in (None, False, 0, "", [], {}):
+        for name, value in ({"peft_type": None} | self.values).items():
+            if name not in FREE and value not in VALUES.get(name, UNSET):
                 raise self.refused(f"{name} = {shown(value)} in {CONFIG} is not implemented")
-        for name in ("rank_pattern", "alpha_pattern"):
-            if not isinstance(values.get(name) or {}, dict):
-                raise self.refused(f"{name} in {CONFIG} must be an object, not {shown(values[name])}")
-
-    def check_target(self, module: str) -> None:
-        """Raise UsageError for a module in the file that target_modules does not name: peft would not use it."""
-        targets = self.values.get("target_modules")
-        if isinstance(targets, str):
-            named = targets == "all-linear" or self._matches(targets, module) is not None
-        else:
-            named = isinstance(targets, list) and any(module == t or module.endswith(f".{t}") for t in targets)
-        if not named:
-            raise self.refused(f"{WEIGHTS} has {module}, which target_modules does not name")
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Return r, and alpha / r or alpha / sqrt(r)."""
@@ -143,19 +122,16 @@ class _Config:
 
     def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
         """Return, as peft does, the value of the first pattern that the module's name ends with, else the default."""
-        for pattern, value in (self.values.get(patterns) or {}).items():
-            if self._matches(rf"(.*\.)?({pattern})", module):
-                return value
+        try:
+            for pattern, value in (self.values.get(patterns) or {}).items():
+                if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                    return value
+        except (AttributeError, re.error) as error:
+            raise self.refused(f"{patterns} in {CONFIG} is not an object of patterns: {error}") from error
         return self.values.get(name, missing)
 
     def refused(self, reason: str) -> UsageError:
         return _refused(self.folder, reason)
-
-    def _matches(self, pattern: str, module: str) -> re.Match[str] | None:
-        try:
-            return re.fullmatch(pattern, module)
-        except re.error as error:
-            raise self.refused(f"{shown(pattern)} in {CONFIG} is not a pattern: {error}") from error
 
 
 def _pairs(file: Path) -> dict[str, tuple[Tensor, Tensor]]:

@@ -61,23 +61,12 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # templates can raise anything
-            raise TemplateFailed(*self._blame(error, given)) from error
+            raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
     def _variables(self) -> set[str]:
         """Return the variables that a user may set."""
         found = meta.find_undeclared_variables(self._environment.parse(self._source))
         return found - GIVEN - self._environment.globals.keys()
-
-    def _blame(self, error: Exception, given: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Return (failure, hint). Many templates of function-calling models fail without tools."""
-        try:
-            self._template.render({"enable_thinking": False, "thinking": False, **given, "tools": [], "documents": []})
-        except Exception:
-            return f"{type(error).__name__}: {error}", None
-        return (
-            f"it is a template for function calling and requires tools ({type(error).__name__}: {error})",
-            "save the model's chat template in the model directory as chat_template.jinja",
-        )
 
 
 class GenerationTag(Extension):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,32 +26,26 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName:
         """Parse a hub id. Raises ModelNotFound for text that cannot be one."""
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
         match = NAME.fullmatch(text)
-        if match is None:
-            raise _no_id(text)
+        try:
+            validate_repo_id(match["id"] if match else text)
+        except HFValidationError as error:
+            raise ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path") from error
+        assert match is not None  # no valid id has a colon
         return cls(text, match["id"], match["revision"], match["file"])
-
-    def at(self, revision: str | None) -> HubName:
-        """Return the same model at another revision; None: unchanged."""
-        if revision is None:
-            return self
-        return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
-
-
-def _no_id(text: str) -> ModelNotFound:
-    return ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path")
 
 
 def cached(name: HubName) -> Path | None:
     """Return the directory or GGUF file of a model that is complete in the hub's cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [name.file] if name.file else list(SMALL_FILES)
     try:
         path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=patterns, local_files_only=True))
-    except HFValidationError as error:
-        raise _no_id(name.text) from error
     except LocalEntryNotFoundError:
         return None
     if name.file:
@@ -62,12 +55,10 @@ def cached(name: HubName) -> Path | None:
 
 def fetch(name: HubName) -> Path:
     """Fetch missing files, after refusing unsupported models. Raises ModelNotFound, UsageError."""
-    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.errors import HTTPError
 
     try:
         return _fetch_gguf(name) if name.file else _fetch_checkpoint(name)
-    except HFValidationError as error:
-        raise _no_id(name.text) from error
     except (HTTPError, OSError) as error:
         raise _explained(name, error) from error
 
@@ -126,13 +117,8 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
     elif isinstance(error, errors.RepositoryNotFoundError):
         what = f"there is no directory {name.text}, and the hub has no model {name.id}, or it is private"
         hint = "check the name; for a private model run `hf auth login` or set HF_TOKEN"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        what, hint = f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}"
-    elif isinstance(error, errors.RemoteEntryNotFoundError) and name.file:
-        there = list[str]()
-        with suppress(errors.HTTPError, OSError):
-            there = gguf_files(name)
-        what, hint = f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}"
+    elif isinstance(error, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
+        what, hint = f"the hub has no {name.text}", f"the branches, tags and files of {name.id} are on {page}"
     elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in (error, error.__cause__)):
         what = f"model {name.text} is not a local directory and is not cached, and HF_HUB_OFFLINE forbids fetching it"
         hint = "set HF_HUB_OFFLINE=0, or give a local directory"

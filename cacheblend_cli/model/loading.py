@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,16 @@ from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.host_memory import keep_freed_memory
 from cacheblend_cli.model.linear import bound_caches
 from cacheblend_cli.model.locate import locate
-from cacheblend_cli.model.machine_speeds import cpu_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.tokenizer_probes import turn_end
 from cacheblend_cli.model.weights import check_tensors, load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHT_DTYPES = ("auto", "int8", "int4")  # auto: as in the file; others: see `gguf_files.quantise.KINDS`
+_ASKED, _ANSWERED, _NEXT = "5d1f0 asked", "5d1f1 answered", "5d1f2 next"
 STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 
 
@@ -216,13 +216,15 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:
     """Return the compute dtype. `auto`: the checkpoint's own dtype; on a CPU bf16 if that is the checkpoint's and
-    faster here, else fp32."""
+    the CPU multiplies it natively, else fp32, which rounds nothing."""
     if name != "auto":
         check_known("dtype", name, ("auto", *DTYPES))
         return DTYPES[name]
     named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or weights_dtype(model_dir))
     stated = DTYPES.get(named.removeprefix("torch."), torch.float32)
-    return cpu_dtype(spec, stated) if device.type == "cpu" else stated
+    if device.type != "cpu" or (stated == torch.bfloat16 and compiled.has_bfloat16()):
+        return stated
+    return torch.float32
 
 
 def weights_dtype(model_dir: Path) -> str:
@@ -268,5 +270,21 @@ def _eos_ids(
         ids.update(named)
     token = tokenizer.special("eos_token")
     own = tokenizer.token_id(token) if token else None
-    behind = None if generation.get("eos_token_id") is not None else turn_end(tokenizer)
+    behind = None if generation.get("eos_token_id") is not None else _turn_end(tokenizer)
     return frozenset(ids | {i for i in (own, behind) if i is not None})
+
+
+def _turn_end(tokenizer: Tokenizer) -> int | None:
+    """Return the control token that the chat template puts directly after a model's message; None if there is none, or
+    no template. Not for gpt-oss: its `<|end|>` ends a channel, and the answer follows in the next one."""
+    if not tokenizer.has_template or tokenizer.knows("<|channel|>"):
+        return None
+    texts = {"user": _ASKED, "assistant": _ANSWERED}
+    messages = [{"role": role, "content": text} for role, text in texts.items()] + [{"role": "user", "content": _NEXT}]
+    try:
+        rendered = tokenizer.render(messages, datetime.now(), {}).text
+    except UsageError:
+        return None
+    behind = rendered.partition(_ANSWERED)[2].partition(_NEXT)[0]
+    first = next(iter(tokenizer.encode_template_rest(behind.lstrip())), None)
+    return first if first in tokenizer.control_ids else None

@@ -53,15 +53,6 @@ def check_on_disk(name: str) -> None:
         raise ModelNotFound(name, f"the model in {path} is {kind}", "fetch its files again")
 
 
-def is_complete(name: str) -> bool:
-    """Return whether a model is on this machine with all its files."""
-    try:
-        check_on_disk(name)
-    except (ModelNotFound, UsageError):
-        return False
-    return True
-
-
 def _similar(name: str) -> str:
     """Name the models at hand, the most similar one first."""
     from difflib import get_close_matches

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from cacheblend_kernels import RowTable
@@ -22,7 +19,6 @@ from cacheblend_cli.model.weight_map import Shape
 PartHeader = tuple[str, Shape]
 """dtype (safetensors' name) and shape of a stored tensor."""
 FLOATS = ("F32", "F16", "BF16")
-_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # four-bit values may be stored in tensors of another dtype
 
 
 @dataclass(frozen=True)
@@ -216,98 +212,12 @@ def _scaled(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
     return Scaled(stored, how, shape, scale, packed)
 
 
-# bitsandbytes: four bits that index a table (nf4, fp4), in blocks, and int8 by rows.
-
-STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-BITSANDBYTES_PARTS = (
-    "weight", "SCB", "weight_format", *STATES,
-    *(f"weight.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FourBits(QuantisedWeight):
-    """The weight as one row of values, two per byte, the first in the high half, with one scale per block. The scales
-    may be quantised too: eight bits that index a table, in blocks, and one offset for all."""
-
-    state: dict[str, Any]  # the JSON that bitsandbytes stores with the tensors
-
-    def read(self, start: int, stop: int) -> Tensor:
-        columns, block = self.shape[1], int(self.state["blocksize"])
-        first, last = start * columns // 2, -(-stop * columns // 2)  # bytes
-        of_storage = math.prod(self.stored.shape("weight")[1:]) * _BYTES[self.stored.parts["weight"][0]]
-        begin = first // of_storage
-        raw = self.stored.rows("weight", begin, -(-last // of_storage)).view(torch.uint8).flatten()
-        raw = raw[first - begin * of_storage :][: last - first]
-        values = torch.stack((raw >> 4, raw & 15), dim=1).flatten()[start * columns - 2 * first :]
-        wanted = torch.arange(start * columns, stop * columns)
-        table = self.stored.whole("weight.quant_map").float()
-        scales = self._scales(start * columns // block, -(-stop * columns // block))
-        found = table[values[: len(wanted)].int()] * scales[wanted // block - start * columns // block]
-        return found.view(stop - start, columns)
-
-    def _scales(self, first: int, last: int) -> Tensor:
-        """Return the scales of blocks `first` to `last`, float32."""
-        scales = self.stored.rows("weight.absmax", first, last)
-        if "weight.nested_absmax" not in self.stored:
-            return scales.float()
-        of_blocks = torch.arange(first, last) // int(self.state["nested_blocksize"])
-        table = self.stored.whole("weight.nested_quant_map").float()
-        outer = self.stored.whole("weight.nested_absmax").float()
-        return table[scales.int()] * outer[of_blocks] + float(self.state["nested_offset"])
-
-
-class EightBits(QuantisedWeight):
-    """int8, scaled by each row's largest value (SCB)."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        scales = self.stored.rows("SCB", start, stop).float() / 127
-        return self.stored.rows("weight", start, stop).float() * scales[:, None]
-
-
-def _bitsandbytes(stored: Stored, how: Quantisation) -> QuantisedWeight | None:
-    state = next((name for name in STATES if name in stored), None)
-    if state is not None:
-        return _four_bits(stored, how, state)
-    if "SCB" not in stored:
-        return None
-    rows, columns = stored.matrix("weight", "I8")
-    stored.check("SCB", (rows,))
-    if "weight_format" in stored and int(stored.whole("weight_format")) != 0:
-        raise stored.damaged("weight_format", f"expected 0 (by rows), got {int(stored.whole('weight_format'))}")
-    return EightBits(stored, how, (rows, columns))
-
-
-def _four_bits(stored: Stored, how: Quantisation, name: str) -> QuantisedWeight:
-    is_nested = "weight.nested_absmax" in stored
-    try:
-        state = json.loads(bytes(stored.whole(name).tolist()))
-        rows, columns = (int(n) for n in state["shape"])
-        block = int(state["blocksize"])
-        nested = [int(state["nested_blocksize"]), float(state["nested_offset"])] if is_nested else [1]
-    except (ValueError, TypeError, KeyError) as error:
-        raise stored.damaged(name, f"it lacks the shape or block size of the weight ({error!r})") from error
-    if min(rows, columns, block, nested[0]) < 1:
-        raise stored.damaged(name, f"the weight's shape is {[rows, columns]}, in blocks of {block}")
-    kind, shape = stored.parts.get("weight", ("", ()))
-    if kind not in _BYTES or math.prod(shape) * _BYTES[kind] != -(-rows * columns // 2):
-        raise stored.damaged("weight", f"expected half of {rows * columns} bytes, got {kind} {list(shape)}")
-    blocks = -(-rows * columns // block)
-    stored.check("weight.quant_map", (16,))
-    stored.check("weight.absmax", (blocks,), kinds=("U8",) if is_nested else ("F32",))
-    if is_nested:
-        stored.check("weight.nested_quant_map", (256,))
-        stored.check("weight.nested_absmax", (-(-blocks // int(nested[0])),))
-    return FourBits(stored, how, (rows, columns), state)
-
-
 Reader = Callable[[Stored, Quantisation], QuantisedWeight | None]
 """Returns the weight of a module, None if it is not quantised. Raises UsageError if its tensors do not match."""
 FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "scaled": (SCALED_PARTS, _scaled),
     "gptq": (PACKED_PARTS, _packed),
     "awq": (PACKED_PARTS, _packed),
-    "bitsandbytes": (BITSANDBYTES_PARTS, _bitsandbytes),
 }
 """By method: the tensors a module may have, and the function that makes a weight of them."""
 

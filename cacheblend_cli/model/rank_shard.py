@@ -17,7 +17,7 @@ All other tensors are on every rank.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch.nn.functional as F
@@ -33,18 +33,6 @@ from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, expected_shapes
 
 VOCABULARY = 64  # a rank's vocabulary rows are padded to a multiple of this
-# Fields of a spec that sharding supports. A model with any other field is refused.
-_KNOWN = {
-    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "activation",
-    "rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "max_position_embeddings", "sliding_windows", "rope", "config",
-    "local_rope", "unrotated", "interleaved", "norms", "parallel", "layer_norm", "norm_bias", "norm_offset", "qk_norm_over_all",
-    "gated_mlp", "sinks", "attention_scale", "attention_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap",
-    "fused", "renamed", "shapes", "v_norm", "layer_scale", "token_width",
-    "token_vocab", "other_parts", "experts", "streams", "sparsity",
-}  # fmt: skip
-_KNOWN_OF_EXPERTS = {
-    "count", "per_token", "width", "layers", "normed", "shared_width", "base", "names", "router", "bias", "clamped", "held", "beside",
-}  # fmt: skip
 
 
 class RankShard(Shard):
@@ -186,17 +174,9 @@ def _within(runs: Runs, start: int, end: int) -> Runs:
 def check_divisible(spec: ModelSpec, size: int) -> None:
     """Raise UsageError, with sizes that fit, if `size` ranks cannot compute a model together."""
     kind = spec.config.get("model_type", spec.architecture)
-    if spec.generic:
-        raise UsageError(
-            f"--tensor-parallel is not implemented for model_type {kind!r}, whose layers are transformers' (generic path)",
-            "leave --tensor-parallel out",
-        )
-    other = [f.name for f in fields(spec) if f.name not in {*_KNOWN, "generic"} and getattr(spec, f.name) != f.default]
-    if (experts := spec.experts) is not None:
-        unknown = (f for f in fields(experts) if f.name not in _KNOWN_OF_EXPERTS)
-        other += [f.name for f in unknown if getattr(experts, f.name) != f.default]
+    other = "generic path" if spec.generic else "latent attention" if spec.latent else ""
     if other:
-        reason = f"--tensor-parallel is not implemented for {kind!r} ({other[0]})"
+        reason = f"--tensor-parallel is not implemented for {kind!r} ({other})"
         raise UsageError(reason, "leave --tensor-parallel out")
     if reason := _indivisible(spec, size):
         fits = [str(n) for n in range(2, spec.num_heads + 1) if not _indivisible(spec, n)]

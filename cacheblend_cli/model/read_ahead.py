@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from cacheblend_cli import user_cache
 
@@ -18,27 +17,16 @@ PIECE = 32 << 20
 MOST = 1 / 2  # share of the machine's memory
 
 
-class Start(Protocol):
-    """Settings that determine which files a start reads."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def weight_dtype(self) -> str: ...
-
-
-def remember(start: Start, files: Iterable[Path]) -> None:
+def remember(model: str | None, dtype: str, weight_dtype: str, files: Iterable[Path]) -> None:
     """Record the files that a start with these settings reads."""
-    place, text = _place(start), "\n".join(os.path.realpath(file) for file in files)
+    place, text = _place(model, dtype, weight_dtype), "\n".join(os.path.realpath(file) for file in files)
     if user_cache.recall(place) != text:
         user_cache.keep(place, text)
 
 
-def read_ahead(start: Start) -> threading.Thread | None:
+def read_ahead(model: str | None, dtype: str, weight_dtype: str) -> threading.Thread | None:
     """Read the files of the last such start, in a thread that ends with the process. None if there is no record."""
-    files = [name for name in user_cache.recall(_place(start)).split("\n") if name]
+    files = [name for name in user_cache.recall(_place(model, dtype, weight_dtype)).split("\n") if name]
     if not hasattr(os, "RWF_NOWAIT") or not files:
         return None
     thread = threading.Thread(target=_read, args=(files,), name="cacheblend-read-ahead", daemon=True)
@@ -63,7 +51,6 @@ def _read(files: list[str]) -> int:
     return count
 
 
-def _place(start: Start) -> Path:
-    name = start.model or ""
-    file = os.path.realpath(name) if os.path.exists(name) else name
-    return user_cache.place(KIND, file, start.dtype, start.weight_dtype)
+def _place(model: str | None, *dtypes: str) -> Path:
+    name = model or ""
+    return user_cache.place(KIND, os.path.realpath(name) if os.path.exists(name) else name, *dtypes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +30,15 @@ class Candidate:
 
     name: str  # value of --model
     weight_bytes: int  # of its files
-    license: str
     get: str  # command that fetches it
 
 
 def _hub(name: str, parameters: float) -> Candidate:
-    return Candidate(name, int(round(2 * parameters, 1) * 10**9), "Apache-2.0", f"cacheblend models pull {name}")
+    return Candidate(name, int(round(2 * parameters, 1) * 10**9), f"cacheblend models pull {name}")
 
 
 CANDIDATES = (
-    Candidate(SMOLLM2, SMOLLM2_BYTES, "Apache-2.0", INSTALL),
+    Candidate(SMOLLM2, SMOLLM2_BYTES, INSTALL),
     _hub("Qwen/Qwen3-0.6B", 0.6),
     _hub("Qwen/Qwen3-1.7B", 1.7),
     _hub("Qwen/Qwen3-4B-Instruct-2507", 4.0),
@@ -76,20 +74,3 @@ def recommend(machine: Machine) -> Candidate:
     """Return the largest candidate within the budget, or the smallest candidate."""
     budget = weight_budget(machine)
     return max((c for c in CANDIDATES if c.weight_bytes <= budget), key=lambda c: c.weight_bytes, default=CANDIDATES[0])
-
-
-def best_of(here: Sequence[Candidate], machine: Machine) -> Candidate | None:
-    """Return the best candidate on this machine. None if none suits it, or if only SmolLM2 does (the default) while a
-    larger model is recommended."""
-    best = recommend(machine)
-    if best in here:
-        return best
-    larger = [c for c in here if c.name != SMOLLM2 and c.weight_bytes <= weight_budget(machine)]
-    return max(larger, key=lambda c: c.weight_bytes, default=None)
-
-
-def fit(candidate: Candidate, machine: Machine) -> str:
-    """Describe how the candidate suits the machine: "fits", "slow or tight" or "too large"."""
-    if candidate.weight_bytes > (machine.gpu_bytes or machine.memory_bytes):
-        return "too large"
-    return "fits" if candidate.weight_bytes <= weight_budget(machine) else "slow or tight"

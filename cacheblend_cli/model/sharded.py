@@ -39,7 +39,6 @@ class ShardedTensors:
         """cuts: by name in the checkpoint; model: the whole one."""
         self._source, self._cuts, self._whole = source, cuts, expected_shapes(model)
         self._of = dict[str, Cut]()
-        self._shapes = dict[str, tuple[int, ...]]()
         self.block_bytes = source.block_bytes
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -53,7 +52,7 @@ class ShardedTensors:
             whole = self._whole.get(name)
             if whole is not None and found != whole[0]:
                 cut = Cut()  # another model's tensor: its shape is refused later
-            self._of[stored], self._shapes[stored] = cut, found
+            self._of[stored] = cut
             yield stored, kind, cut.shape(found)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:

@@ -14,8 +14,9 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_documents.limited_process import MIB, LimitedProcess, ProcessEnded, limits, serve
+
 from cacheblend_cli.errors import TemplateFailed, UsageError
-from cacheblend_cli.limited_process import MIB, LimitedProcess, ProcessEnded, limits, serve
 
 if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate

@@ -33,10 +33,6 @@ from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, TOKEN_EMBEDDING, Sh
 NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
 OWN_MAPPING = 1 << 20  # minimum bytes of a copied matrix with memory of its own
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-QUANTISED = (
-    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax", ".quant_map",
-    ".SCB", "_scale_inv",
-)  # fmt: skip
 IN_TABLES = (
     "embed", "lm_head", TOKEN_EMBEDDING, "qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight",
     "q_b_proj.weight", "experts_up.weight", "experts_down.weight", "token_model.weight", "token_gate.weight",
@@ -142,9 +138,9 @@ def _check_unused(spec: ModelSpec, source: TensorSource, stored: str, found: Sha
         return
     if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
         return  # GPTQ's tools write a bias for every layer
-    hint = f"it is not part of a {spec.architecture}"
-    if stored.endswith(QUANTISED):
-        hint = "the weights are quantised: use the checkpoint they were made from"
+    hint = (
+        f"it is not part of a {spec.architecture}; if the weights are quantised, use the checkpoint they were made from"
+    )
     raise UsageError(f"unexpected tensor {stored} in {model_dir}", hint)
 
 

@@ -38,6 +38,10 @@ class Segment:
     codec: str = ""  # as in ChunkInput
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
@@ -76,11 +80,11 @@ class PromptPlan:
     @property
     def cached_tokens(self) -> int:
         """Number of chunk tokens whose KV comes from the store."""
-        return sum(len(s.token_ids) for s in self.chunks if s.cached)
+        return sum(s.num_tokens for s in self.chunks if s.cached)
 
     @property
     def exact_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.chunks if s.status == "exact")
+        return sum(s.num_tokens for s in self.chunks if s.status == "exact")
 
     @property
     def inexact_tokens(self) -> int:
@@ -89,7 +93,7 @@ class PromptPlan:
     @property
     def fresh_tokens(self) -> int:
         """Number of tokens to compute at any ratio: suffix, missing chunks, prefix if it is not cached."""
-        return sum(len(s.token_ids) for s in self.segments if s.status == "computed")
+        return sum(s.num_tokens for s in self.segments if s.status == "computed")
 
     @property
     def exact_until(self) -> int:
@@ -124,10 +128,10 @@ class PromptPlan:
         """Return the plan with the first num_tokens marked as already in the pool. See `can_cut`."""
         parts: list[Segment] = []
         for s in self.segments:
-            own = min(max(num_tokens - s.start, 0), len(s.token_ids))
+            own = min(max(num_tokens - s.start, 0), s.num_tokens)
             if own:
                 parts.append(replace(s, token_ids=s.token_ids[:own], status="prefix_cached"))
-            if own < len(s.token_ids) or not s.token_ids:
+            if own < s.num_tokens or not s.token_ids:
                 parts.append(replace(s, start=s.start + own, token_ids=s.token_ids[own:]))
         return replace(self, segments=tuple(parts))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
 
@@ -23,26 +23,13 @@ def public_title(name: str) -> str:
 
 
 def distinct_paths(names: Iterable[str], roots: Collection[str]) -> dict[str, str]:
-    """Return a path for each file that shares its file name: the shortest that distinguishes all of them, starting at
-    most at the precomputed folder's own name.
+    """Return a path for each file that shares its file name, starting at the precomputed folder's own name.
 
     names: document names, see corpus/places.py. roots: paths that were given to precompute.
     """
-    alike: defaultdict[str, list[str]] = defaultdict(list)
-    for name in names:
-        if is_file(name) and not is_stdin(name):
-            alike[name.rpartition("/")[2]].append(name)
-    found: dict[str, str] = {}
-    for files in alike.values():
-        if len(files) == 1:
-            continue
-        parts = {name: _public_parts(name, roots) for name in files}
-        for num_parts in range(1, max(map(len, parts.values())) + 1):
-            paths = {name: "/".join(public[-num_parts:]) for name, public in parts.items()}
-            if len(set(paths.values())) == len(files):
-                break
-        found |= paths
-    return found
+    files = [name for name in names if is_file(name) and not is_stdin(name)]
+    counts = Counter(map(public_title, files))
+    return {name: "/".join(_public_parts(name, roots)) for name in files if counts[public_title(name)] > 1}
 
 
 def _public_parts(name: str, roots: Collection[str]) -> list[str]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from cacheblend_documents.converted import NotConverted, shortened
+from cacheblend_documents.formats import TEXT, format_of, readable_suffixes
 from cacheblend_store import DocumentRecord
 from msgspec.json import encode
 from starlette.requests import Request
@@ -16,11 +18,8 @@ from starlette.responses import JSONResponse, Response
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.corpus.citations import Citations, omissions_of, title_of
-from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffixes
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
-from cacheblend_cli.corpus.layout import bounded, shortened
-from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.places import PUT, SENT, bounded
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import WEAK, Lookup, more_note, search
 from cacheblend_cli.errors import QueueFull
@@ -45,7 +44,6 @@ from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
 
 _OFFICE = "application/vnd.openxmlformats-officedocument"
-_MACROS = "macroenabled.12"
 _SUFFIXES = {
     "text/plain": ".txt", "text/markdown": ".md", "text/html": ".html", "application/xhtml+xml": ".xhtml",
     "text/csv": ".csv", "text/tab-separated-values": ".tsv", "application/x-ndjson": ".jsonl", "application/x-ipynb+json": ".ipynb",
@@ -53,14 +51,8 @@ _SUFFIXES = {
     "text/calendar": ".ics", "text/vcard": ".vcf", "text/xml": ".xml", "application/xml": ".xml", "application/rss+xml": ".rss",
     "application/atom+xml": ".atom", "text/x-tex": ".tex", "application/x-tex": ".tex", "application/x-bibtex": ".bib",
     "application/rtf": ".rtf", "text/rtf": ".rtf",
-    f"{_OFFICE}.wordprocessingml.document": ".docx", f"application/vnd.ms-word.document.{_MACROS}": ".docm",
-    f"{_OFFICE}.wordprocessingml.template": ".dotx", f"application/vnd.ms-word.template.{_MACROS}": ".dotm",
-    f"{_OFFICE}.presentationml.presentation": ".pptx", f"application/vnd.ms-powerpoint.presentation.{_MACROS}": ".pptm",
-    f"{_OFFICE}.presentationml.template": ".potx", f"application/vnd.ms-powerpoint.template.{_MACROS}": ".potm",
-    f"{_OFFICE}.presentationml.slideshow": ".ppsx", f"application/vnd.ms-powerpoint.slideshow.{_MACROS}": ".ppsm",
-    f"{_OFFICE}.spreadsheetml.sheet": ".xlsx", f"application/vnd.ms-excel.sheet.{_MACROS}": ".xlsm",
-    f"{_OFFICE}.spreadsheetml.template": ".xltx", f"application/vnd.ms-excel.template.{_MACROS}": ".xltm",
-    "application/vnd.ms-excel": ".xls", f"application/vnd.ms-excel.sheet.binary.{_MACROS}": ".xlsb",
+    f"{_OFFICE}.wordprocessingml.document": ".docx", f"{_OFFICE}.presentationml.presentation": ".pptx",
+    f"{_OFFICE}.spreadsheetml.sheet": ".xlsx", "application/vnd.ms-excel": ".xls",
     "application/vnd.oasis.opendocument.spreadsheet": ".ods",
 }  # fmt: skip
 """Media type in lower case -> file suffix, which selects the converter. Of other types, the document's id has it."""
@@ -99,8 +91,8 @@ class _Upload:
     file_name: str = ""  # of a file; its suffix selects the converter
 
     def pool(self, state: ServerState) -> FairPool:
-        is_parsed = isinstance(self.content, bytes) and converter_of(self.file_name) not in PLAIN
-        return state.pools.heavy if is_parsed else state.pools.for_text(len(self.content))
+        found = format_of(self.file_name) if isinstance(self.content, bytes) else TEXT
+        return state.pools.heavy if found is None or not found.is_plain else state.pools.for_text(len(self.content))
 
     async def cut(self, state: ServerState, tenant: Tenant) -> tuple[Putting, str]:
         """Convert and cut the document. Returns its title, too. Raises ApiError, UsageError."""
@@ -109,7 +101,7 @@ class _Upload:
         def work() -> tuple[Putting, str]:
             if isinstance(self.content, bytes):
                 document = _convert(self.name, self.file_name, self.content, cancellation)
-                title = document.layout.title
+                title = document.converted.title
             else:
                 document = document_of(self.name, self.content, self.title)
                 title = shortened(self.title.strip())
@@ -140,7 +132,7 @@ def _convert(name: str, file_name: str, data: bytes, cancellation: Cancellation)
     suffix = PurePosixPath(file_name).suffix.lower()
     try:
         return convert_bytes(name, file_name, data, cancellation)
-    except NoDocument as error:
+    except NotConverted as error:
         if error.unread:
             kinds = " ".join(readable_suffixes())
             what = f"file type {suffix or file_name!r} is not supported here; supported: {kinds}"

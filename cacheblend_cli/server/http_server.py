@@ -230,7 +230,6 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on these sockets and the warm socket. Closes them."""
-        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         watch = asyncio.create_task(self._watch())
         try:
             await super().serve([*(sockets or ()), self._warm.socket])
@@ -293,17 +292,3 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-class LoopErrors:
-    """Exception handler of the event loop. Logs connections that cannot be accepted at most once a minute."""
-
-    def __init__(self) -> None:
-        self._logged = float("-inf")
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "accept" not in context["message"]:
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._logged > 60:
-            self._logged = time.monotonic()
-            logger.error("connections cannot be accepted: %s", context.get("exception"))

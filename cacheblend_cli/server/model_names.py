@@ -12,13 +12,8 @@ def tagged(name: str) -> str:
     return name if ":" in name else name + _LATEST
 
 
-def is_named(own: str, name: str) -> bool:
-    """Return whether the name, with or without a tag, is that of the model `own`."""
-    return tagged(name) in (tagged(own), tagged("cacheblend"))
-
-
 def check_model(own: str, name: str, kind: str = "model") -> None:
-    """Raises ApiError if the name is not that of the model `own`."""
-    if not is_named(own, name):
+    """Raises ApiError if the name, with or without a tag, is not that of the model `own`."""
+    if tagged(name) not in (tagged(own), tagged("cacheblend")):
         message = f"no such {kind}: {name[:80]!r}; this server has {own}"
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -9,9 +9,10 @@ from contextlib import suppress
 from typing import Self
 
 from cacheblend_cli.engine.engine import Request
-from cacheblend_cli.engine.events import Done, Event, Failed, Progress, Reasoning, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, Progress
 from cacheblend_cli.server.api_errors import ApiError, server_stopping
 from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.types import Piece
 
 
 class RequestEvents:
@@ -52,7 +53,7 @@ class RequestEvents:
                 for answer in event.answers:
                     metrics.answer(answer)
                 check_answered(event)
-            elif isinstance(event, Text | Reasoning) and not has_text:
+            elif isinstance(event, Piece) and not has_text:
                 has_text = True
                 metrics.first_token(time.perf_counter() - self._submitted)
             yield event

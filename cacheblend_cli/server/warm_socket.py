@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Request
-from cacheblend_cli.engine.events import Done, Reasoning, Text
+from cacheblend_cli.engine.events import Done
 from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.app import make_app
@@ -90,8 +90,8 @@ class WarmSocket:
                 async for event in events.events():
                     if isinstance(event, Progress):
                         yield {"event": "progress", **to_builtins(event)}
-                    elif isinstance(event, Text | Reasoning):
-                        yield {"event": "piece", **to_builtins(Piece(event.text, isinstance(event, Reasoning)))}
+                    elif isinstance(event, Piece):
+                        yield {"event": "piece", **to_builtins(event)}
                     elif isinstance(event, Done):
                         completed = await self._completed(request, event.answers[0])
                         yield {"event": "done", "end": True, **to_builtins(completed)}

@@ -7,15 +7,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cacheblend_store.format.blobs import CODECS
 from platformdirs import user_data_path
 
 from cacheblend_cli import trust
+from cacheblend_cli.errors import UsageError
 
 API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 """Environment variable with the API keys of `serve`. Not a setting, because `config show` would print the secret."""
-KV_DTYPES = ("auto", "exact", *CODECS)
+KV_DTYPES = ("auto", "exact", "float8_e4m3", "int7", "int4")
 """Storage formats of KV: auto (int7), exact (as computed), or a codec."""
+REMOVED_KV_DTYPES = {
+    **dict.fromkeys(("float32", "bfloat16", "float16"), "exact"),
+    **{"int8": "int7", "int6": "int7", "int3": "int4", "float8_e5m2": "float8_e4m3"},
+}
+"""Storage formats of earlier versions -> the one to use."""
 T = TypeVar("T")
 
 
@@ -59,7 +64,7 @@ class Settings:
     neighbours: int = _setting(3, "Number of similar chunks for --context neighbours.")
     kv_dtype: str = _setting(
         "auto",
-        "Storage format of KV: auto (int7), exact (as computed), float32, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int7, int6, int4, int3.",
+        "Storage format of KV: auto (int7), exact (as computed), float8_e4m3, int7 or int4.",
         shown=False,
         choices=KV_DTYPES,
     )
@@ -243,6 +248,15 @@ REMOVED = {
     "frequency_penalty": "use repetition_penalty, or frequency_penalty in a request to serve",
 }
 """Settings of earlier versions -> what to do instead."""
+
+
+def check_kv_dtype(value: str, named: str = "") -> None:
+    """Raise UsageError for an unknown or removed KV dtype. named: the setting and its value, for the message."""
+    named = named or f"KV dtype {value!r}"
+    if value in REMOVED_KV_DTYPES:
+        raise UsageError(f"{named} was removed", f"use {REMOVED_KV_DTYPES[value]}")
+    if value not in KV_DTYPES:
+        raise UsageError(f"unknown {named}", f"known: {', '.join(KV_DTYPES)}")
 
 
 def of_settings(kind: type[T], settings: Settings, **others: Any) -> T:

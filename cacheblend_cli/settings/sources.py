@@ -17,7 +17,7 @@ from platformdirs import user_config_path
 
 from cacheblend_cli import trust
 from cacheblend_cli.errors import NotFoundError, UsageError, did_you_mean
-from cacheblend_cli.settings.fields import API_KEY_VARIABLE, REMOVED, Settings
+from cacheblend_cli.settings.fields import API_KEY_VARIABLE, REMOVED, Settings, check_kv_dtype
 from cacheblend_cli.settings.identity import risky_settings
 from cacheblend_cli.text_files import check_text, decode_text, reading
 
@@ -245,6 +245,8 @@ def _check_word(name: str, value: str, place: str, shown: str) -> None:
         check_text(value, shown)
     if (choices := _METADATA[name].get("choices")) and value not in choices:
         named = f"{shown} {value!r}" if place in ("flag", "") else f"{name} {value!r} in {place}"
+        if name == "kv_dtype":
+            check_kv_dtype(value, named)
         raise UsageError(f"unknown {named}", f"known: {', '.join(choices)}")
     if name == "tier" and ("@" in value or "?" in value):  # do not print it: others may read the message
         raise UsageError(f"{shown} contains credentials", "name only a bucket and a prefix; credentials: environment")

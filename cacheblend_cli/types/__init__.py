@@ -6,6 +6,7 @@ from cacheblend_cli.types.answer import (
     NO_RATIO,
     Answer,
     AskPlan,
+    ChunkPlan,
     ChunkUse,
     Claim,
     ClaimKind,
@@ -13,7 +14,6 @@ from cacheblend_cli.types.answer import (
     FinishReason,
     LayerReport,
     LayerStatus,
-    PlannedChunk,
     TierUse,
     Timing,
     TokenUse,
@@ -48,9 +48,9 @@ from cacheblend_cli.types.sampling import (
 
 __all__ = [
     "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NEVER_CHECKED", "NO_RATIO", "NUM_HITS", "PLAIN", "Answer",
-    "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse", "Claim", "ClaimKind",
+    "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkPlan", "ChunkUse", "Claim", "ClaimKind",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
-    "Notes", "Piece", "PlannedChunk", "Progress", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
+    "Notes", "Piece", "Progress", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
     "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",
     "overridden", "sampling_of", "unsupported_line",
 ]  # fmt: skip

@@ -228,7 +228,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class PlannedChunk:
+class ChunkPlan:
     """A chunk of a planned prompt."""
 
     id: str
@@ -247,7 +247,7 @@ class AskPlan:
     exact_tokens: int
     fresh_tokens: int
     kv_bytes: int
-    chunks: list[PlannedChunk]
+    chunks: list[ChunkPlan]
     auto: AutoReport | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -16,7 +16,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt is computed. The first one says that the request has left the queue."""
+    """Progress of a prompt's prefill. The first one says that the request has left the queue."""
 
     num_filled: int  # leading positions with KV
     num_tokens: int
@@ -26,10 +26,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of the answer, or of the reasoning before it."""
+    """A piece of an answer, or of the reasoning before it. It ends with a whole character, and an answer's contains no
+    part of a stop string."""
 
     text: str
     reasoning: bool = False
+    index: int = 0  # of the answer, if there are several
 
 
 @dataclass(frozen=True)

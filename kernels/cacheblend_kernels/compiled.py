@@ -168,6 +168,12 @@ def multiplies(dtype: torch.dtype) -> bool:
     return library() is not None and dtype in _TYPES and _best_way(dtype) >= 0
 
 
+def has_bfloat16() -> bool:
+    """Return whether `prefill_product` multiplies with this CPU's bf16 instructions (AVX512-BF16, AMX), which are
+    several times as fast as fp32."""
+    return library() is not None and _best_way(torch.bfloat16) > 0
+
+
 def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> Tensor | None:
     """`KernelBackend.decode_attention` over pools of q's dtype, in one pass over K and V in place (a softmax in chunks
     of keys: FlashDecoding). A row's result depends neither on other rows nor on the number of threads."""

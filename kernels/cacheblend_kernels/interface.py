@@ -48,7 +48,7 @@ class StoredKV:
     """Unrotated K and V of rows in one of the stored formats. The rows may belong to several chunks of one format.
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
-    - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_chunks, num_kv_heads] fp32;
+    - float8_e4m3fn: the same shape, multiplied by k_scale, v_scale [num_chunks, num_kv_heads] fp32;
     - uint8: K = mixed(k_levels[codes] * k_scale) + k_mean, V = mixed(v_levels[codes] * v_scale), with k_scale, v_scale
       [num_rows, num_kv_heads] and k_mean [num_chunks, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits]
       fp32. The codes of a head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane
@@ -71,7 +71,7 @@ class StoredKV:
         return k, v
 
 
-PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
+PLANES = {7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
 """Bits of a code in `StoredKV` -> bits of its planes."""
 
 

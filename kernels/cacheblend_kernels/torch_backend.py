@@ -28,7 +28,6 @@ from cacheblend_kernels.interface import (
 from cacheblend_kernels.torch_attention import attend, decode_attention, latent_attention
 
 FLOAT8_MAX = 448.0  # largest float8_e4m3fn
-STORED_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -136,14 +135,13 @@ def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tenso
     k, v, k_scale, v_scale = stored.k, stored.v, stored.k_scale, stored.v_scale
     if k_scale is None or v_scale is None:
         return k, v
-    if k.dtype in STORED_FLOAT8:
+    if k.dtype == torch.float8_e4m3fn:
         k_scale, v_scale = _of_rows(k_scale, stored.row_chunks), _of_rows(v_scale, stored.row_chunks)
         return k.float() * k_scale[..., None], v.float() * v_scale[..., None]
     k_mean, k_levels, v_levels = stored.k_mean, stored.k_levels, stored.v_levels
     if k.dtype != torch.uint8 or k_mean is None or k_levels is None or v_levels is None:
         raise KernelError(
-            f"{k.dtype} with scales is not a stored format",
-            "float8_e4m3fn, float8_e5m2, or uint8 with levels and a mean",
+            f"{k.dtype} with scales is not a stored format", "float8_e4m3fn, or uint8 with levels and a mean"
         )
     k, v = (
         mixed(levels[_codes(x, bits, dim).int()] * scale.float()[..., None])

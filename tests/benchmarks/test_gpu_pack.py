@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("tools", "benchmarks", "tests/support", "kernels", "store", "")
+SOURCES = ("tools", "benchmarks", "tests/support", "kernels", "store", "documents", "")
 
 COMPILE = """
 import sys

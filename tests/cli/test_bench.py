@@ -86,11 +86,12 @@ def test_settings_of_ask_apply(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_stored_as_the_kv_dtype_says(cli: Cli) -> None:
-    plain, small = (cli("bench", "--json", *SMALL, "--kv-dtype", d).records[0] for d in ("float32", "bfloat16"))
-    assert small["kv_dtype"] == "bfloat16"
-    # the prefix is in the compute dtype whatever the codec; of a chunk's token, 4 layers of 2 heads of 16, K and V
+    plain, small = (cli("bench", "--json", *SMALL, "--kv-dtype", d).records[0] for d in ("exact", "float8_e4m3"))
+    assert small["kv_dtype"] == "float8_e4m3"
+    # the prefix is in the compute dtype whatever the codec; of a chunk's token, 4 layers of 2 heads of 16, K and V;
+    # and of each of 4 chunks, K and V a scale per layer and head, in 4 bytes
     bytes_saved = plain["settings"][1]["kv_bytes_loaded"] - small["settings"][1]["kv_bytes_loaded"]
-    assert bytes_saved == 99 * 2 * 4 * 2 * 16 * (4 - 2)
+    assert bytes_saved == 99 * 2 * 4 * 2 * 16 * (4 - 1) - 4 * 4 * 2 * 4 * 2
 
 
 def test_the_default_prompt_fits_the_model(cli: Cli) -> None:

@@ -141,7 +141,7 @@ def test_a_dry_run_refuses_what_ask_refuses(cli: Cli, stored: list[str], monkeyp
 
 def test_a_dry_run_knows_the_bytes_of_every_codec(cli: Cli, docs: Path) -> None:
     ids = []
-    for name, codec in (("alpha", "float32"), ("beta", "int8")):
+    for name, codec in (("alpha", "exact"), ("beta", "int4")):
         ids += cli("precompute", f"docs/{name}.md", "--kv-dtype", codec, "-q").out.split()
     flags = ("ask", "one?", "--chunks", ",".join(ids), "--json", "--max-tokens", "1")
     [plan], [answer] = cli(*flags, "--dry-run").records, cli(*flags).records
@@ -197,7 +197,7 @@ def test_ask_takes_the_codec_the_chunks_were_stored_in(cli: Cli, docs: Path) -> 
     ids = [
         r["id"]
         for r in cli(
-            "precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", "int8", "--context", "sink", "--json"
+            "precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", "int4", "--context", "sink", "--json"
         ).records
     ]
     named = cli("ask", "alpha?", "--chunks", ",".join(ids[:2]), "--max-tokens", "2", "--json").records[0]

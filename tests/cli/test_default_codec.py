@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore
+from platformdirs import user_config_path
 
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt import collection
+from cacheblend_cli.settings.fields import REMOVED_KV_DTYPES
 
 Cli = Callable[..., Any]
 pytestmark = pytest.mark.default_codec
@@ -56,7 +61,7 @@ def test_default_kv_is_close_where_exact_kv_is_exact(cli: Cli, docs: Path) -> No
             assert answer["cached_tokens"] > 0 or ratio == "1"
 
 
-def test_exact_kv_of_former_versions_is_used_and_converted(
+def test_exact_kv_of_former_versions_is_used_and_computed_again(
     cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as former:
@@ -65,11 +70,8 @@ def test_exact_kv_of_former_versions_is_used_and_converted(
     answer = cli("ask", "alpha", "--max-tokens", "1", "--json", "--dtype", "float32").records[0]
     assert {chunk["status"] for chunk in answer["chunks"]} <= {"exact", "blended"}
     assert codecs_of(tmp_path / "store")["document"] == {"float32"}
-    again = cli(
-        "precompute", "--dtype", "float32"
-    )  # the folders that are known, with nothing to confirm: nothing is computed
+    again = cli("precompute", "--dtype", "float32", "--yes")
     assert again.code == 0, again.err
-    assert "converted" in again.err
     assert collection.DEFAULT_CODEC in codecs_of(tmp_path / "store")["document"]
     answer = cli("ask", "alpha", "--max-tokens", "1", "--json", "--dtype", "float32").records[0]
     assert {chunk["status"] for chunk in answer["chunks"]} <= {"exact", "blended"}
@@ -77,10 +79,36 @@ def test_exact_kv_of_former_versions_is_used_and_converted(
 
 
 def test_a_setting_that_names_a_codec_goes_first(cli: Cli, docs: Path, tmp_path: Path) -> None:
-    for name, codec in (("exact", "float32"), ("bfloat16", "bfloat16"), ("int4", "int4")):
+    for name, codec in (("exact", "float32"), ("float8_e4m3", "float8_e4m3"), ("int4", "int4")):
         assert cli("precompute", "docs", "--kv-dtype", name, "--dtype", "float32", "--yes").code == 0
         assert codec in codecs_of(tmp_path / "store")["document"]
     refused = cli("precompute", "docs", "--kv-dtype", "int5")
     assert refused.code == 2
-    assert "known: auto, exact, float32" in refused.err
+    assert "known: auto, exact, float8_e4m3" in refused.err
     assert "int7" in refused.err
+
+
+@pytest.mark.parametrize(("name", "instead"), REMOVED_KV_DTYPES.items())
+def test_a_removed_name_says_what_to_use(
+    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: str
+) -> None:
+    def check(message: str, hint: str | None) -> None:
+        assert f"{name!r}" in message
+        assert "was removed" in message
+        assert (hint or "").endswith(f"use {instead}")
+
+    flag, command = cli("precompute", "docs", "--kv-dtype", name), cli("config", "set", "kv_dtype", name)
+    settings = user_config_path("cacheblend") / "config.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(f'kv_dtype = "{name}"\n')
+    file = cli("precompute", "docs")
+    settings.unlink()
+    monkeypatch.setenv("CACHEBLEND_KV_DTYPE", name)
+    variable = cli("ask", "alpha")
+    for refused in (flag, command, file, variable):
+        assert refused.code == 2
+        check(*refused.err.strip().split("hint: "))
+    for make in (EngineConfig, CollectSettings):
+        with pytest.raises(UsageError) as caught:
+            make(kv_dtype=name)
+        check(caught.value.message, caught.value.hint)

@@ -223,8 +223,8 @@ def test_a_text_in_two_files_is_shown_with_both_names(cli: Cli, tmp_path: Path) 
 
 def test_a_changed_document_leaves_nothing_of_its_old_text_in_another_codec(cli: Cli, tmp_path: Path) -> None:
     file = write(tmp_path / "a.md", MARA)
-    assert cli("precompute", "a.md", "--kv-dtype", "float32").code == 0
-    assert cli("precompute", "a.md", "--kv-dtype", "int8", "--yes").code == 0
+    assert cli("precompute", "a.md", "--kv-dtype", "exact").code == 0
+    assert cli("precompute", "a.md", "--kv-dtype", "int4", "--yes").code == 0
     write(file, JONAS)
     assert cli("precompute", "a.md").code == 0
     assert all("Jonas" in r["snippet"] for r in cli("search", "billing lead", "--json").records)

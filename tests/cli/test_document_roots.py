@@ -45,7 +45,7 @@ def stored_ids(cli: Cli) -> set[str]:
     [
         ("--chunk-tokens", "40"),
         ("--context", "sink"),
-        ("--kv-dtype", "int8"),
+        ("--kv-dtype", "int4"),
         ("--window", "60", "--chunk-tokens", "40"),
     ],
 )

@@ -14,9 +14,8 @@ from typing import Any
 import files
 import hostile
 import pytest
+from cacheblend_documents import conversion
 from torture import Ledger
-
-from cacheblend_cli.corpus.converters import process
 
 Cli = Callable[..., Any]
 
@@ -25,8 +24,8 @@ BESIDE = "<p>An ordinary page beside {name}: Mara keeps the harbor.</p>"
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    limits = partial(process.ConversionLimits, seconds=seconds, seconds_per_mib=0)
-    monkeypatch.setattr(process, "ConversionLimits", limits)
+    limits = partial(conversion.Limits, seconds=seconds, seconds_per_mib=0)
+    monkeypatch.setattr(conversion, "Limits", limits)
 
 
 def test_a_hostile_file_is_named_and_nothing_of_it_is_stored(

@@ -63,7 +63,7 @@ def test_every_chunk_leads_back_to_its_text_and_its_place(cli: Cli, folder: Path
                 assert manifest is not None
                 assert text[chunk.start : chunk.end] == manifest.text
                 first, last = chunk.locator.lines
-                if documents[name].layout.numbered:
+                if documents[name].converted.keeps_lines:
                     lines = text.split("\n")[first - 1 : last]
                     assert manifest.text.strip() in "\n".join(lines)
                     assert lines[0]

@@ -38,11 +38,11 @@ def test_the_difference_is_named(
 
 
 def test_another_kv_dtype_is_named(cli: Cli, docs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cli("precompute", "docs", "--kv-dtype", "int8")
-    monkeypatch.setenv("CACHEBLEND_KV_DTYPE", "float32")
+    cli("precompute", "docs", "--kv-dtype", "int4")
+    monkeypatch.setenv("CACHEBLEND_KV_DTYPE", "exact")
     refused = cli("ask", "alpha")
     assert refused.code == 3
-    assert f"stored for {model} with kv_dtype int8; you ask for {model} with kv_dtype float32" in refused.err
+    assert f"stored for {model} with kv_dtype int4; you ask for {model} with kv_dtype float32" in refused.err
 
 
 def test_another_model_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_documents.converted import NotConverted
+from cacheblend_documents.ocr import recognised
 from fake_ocr import FakeOcr, scanned_pdf
 from files import pdf, write
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.corpus import documents
-from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.ocr import recognised
 
 Cli = Callable[..., Any]
 SCAN, READ = scanned_pdf(["", ""]), pdf(["Mara leads billing.", "Jonas keeps a parrot."])
@@ -92,7 +92,7 @@ def test_without_the_program_it_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(options, "load_engine", lambda *given: pytest.fail("the model is loaded"))
     refused = cli("precompute", "docs", "--ocr")
     assert refused.code == 2
-    assert "--ocr needs the program ocrmypdf, which is not installed" in refused.err
+    assert "needs the program ocrmypdf, which is not installed" in refused.err
     assert "apt install ocrmypdf" in refused.err
     for arguments in (("--ocr", "--ocr-languages=-x"), ("--ocr", "--ocr-languages", "a b"), ("--ocr-languages", "deu")):
         assert cli("precompute", "docs", *arguments).code == 2
@@ -140,13 +140,13 @@ def test_the_program_ends_with_its_children(
         raise ending
 
     monkeypatch.setattr(subprocess.Popen, "wait", end)
-    with pytest.raises(NoDocument if isinstance(ending, Exception) else KeyboardInterrupt) as raised:
+    with pytest.raises(NotConverted if isinstance(ending, Exception) else KeyboardInterrupt) as raised:
         recognised(SCAN, "eng")
     monkeypatch.undo()
     assert os.read(reader, 1) == b"", "no process is left that has it open"
     os.close(reader)
     assert not Path(ocr.calls[0]["folder"]).exists()
-    if isinstance(raised.value, NoDocument):
+    if isinstance(raised.value, NotConverted):
         assert raised.value.unread
         assert raised.value.reason == "recognising its text takes more than 300 s"
 

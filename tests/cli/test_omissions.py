@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_documents.converted import MOST_OMISSIONS, NAME_CHARACTERS, Converted
 from fake_ocr import scanned_pdf
 from files import write
 from omitting import leave_out
 
 from cacheblend_cli.cli.watch import _updater
 from cacheblend_cli.corpus.citations import omissions_of
-from cacheblend_cli.corpus.layout import MOST_OMISSIONS, NAME_CHARACTERS, TextLayout
 
 Cli = Callable[..., Any]
 CHART, PAGE = "2 charts (slides 3, 5)", "page 2 cannot be read"
@@ -116,10 +116,10 @@ def test_a_page_without_text_is_reported(cli: Cli, docs: Path) -> None:
 
 
 def test_omissions_are_bounded_and_on_one_line() -> None:
-    layout = TextLayout(omissions=("1 sheet\n(\x1b[31mred\u202e)", *("x" * 1000 for _ in range(100))))
-    assert len(layout.omissions) == MOST_OMISSIONS
-    assert {len(text) for text in layout.omissions[1:]} == {NAME_CHARACTERS}
-    assert layout.omissions[0] == "1 sheet ([31mred)"
+    found = Converted("", omissions=("1 sheet\n(\x1b[31mred\u202e)", *("x" * 1000 for _ in range(100))))
+    assert len(found.omissions) == MOST_OMISSIONS
+    assert {len(text) for text in found.omissions[1:]} == {NAME_CHARACTERS}
+    assert found.omissions[0] == "1 sheet ([31mred)"
 
 
 def test_omissions_travel_with_the_document(

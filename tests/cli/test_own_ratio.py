@@ -97,7 +97,7 @@ def test_where_nothing_is_close_enough_all_that_needs_repair_is_computed(cli: Cl
     ("flags", "words"),
     [
         (("--prompt", "prompt.txt"), "another prompt"),
-        ((), "KV dtype float32, not int8"),
+        ((), "KV dtype float32, not int4"),
         (("--dtype", "bfloat16"), "dtype float32, not bfloat16"),
         (("--selector", "hkvd"), "selector query, not hkvd"),
     ],
@@ -113,7 +113,7 @@ def test_a_profile_of_something_else_is_not_used(
 ) -> None:
     assert cli(*CHECK, str(model), "--kl-mean", "1000").code == 0
     if not flags:
-        monkeypatch.setenv("CACHEBLEND_KV_DTYPE", "int8")
+        monkeypatch.setenv("CACHEBLEND_KV_DTYPE", "int4")
     (tmp_path / "prompt.txt").write_text("{chunks} Tell me: {question}")
     if "--prompt" not in flags and "--selector" not in flags:
         stored = cli("precompute", "docs", "--chunk-tokens", "60", *flags, "--yes", "--json")

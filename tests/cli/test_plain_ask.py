@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-OURS = ("cacheblend_cli", "cacheblend_store", "cacheblend_kernels")
+OURS = ("cacheblend_cli", "cacheblend_documents", "cacheblend_store", "cacheblend_kernels")
 MOST_FILES = 223
 # prefixes of modules: several ranks, a tier, other decoders, and everything that reads or collects documents
 FORBIDDEN = (
@@ -15,7 +15,7 @@ FORBIDDEN = (
     "cacheblend_cli.engine.ranks", "cacheblend_cli.model.ranks", "cacheblend_cli.model.rank_shard", "cacheblend_cli.model.sharded",
     "cacheblend_store.tier", "cacheblend_cli.kv.tiered_source", "cacheblend_cli.engine.request.tiered",
     "cacheblend_cli.engine.connectors",
-    "cacheblend_cli.collect", "cacheblend_cli.corpus.converters", "cacheblend_cli.corpus.documents", "cacheblend_store.upkeep",
+    "cacheblend_cli.collect", "cacheblend_documents.formats", "cacheblend_documents.conversion", "cacheblend_cli.corpus.documents", "cacheblend_store.upkeep",
     "cacheblend_cli.model.generic.decoder", "cacheblend_cli.model.gguf_files", "cacheblend_cli.model.hub",
     "cacheblend_cli.server", "cacheblend_cli.evaluation", "cacheblend_cli.cli.chat", "cacheblend_cli.cli.serve", "http.server",
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -227,8 +226,3 @@ def test_a_document_that_the_model_cannot_store_is_passed_over_and_the_rest_is_s
     assert named.code == 2
     assert "docs/table.md was not stored: the text contains '|'" in named.err
     assert "PDF" not in named.err
-    assert "tables: refused, the text contains '|'" in cli("models", "show", str(docs.parent / "refusing")).out
-
-
-def test_doctor_says_what_documents_would_meet(cli: Cli) -> None:
-    assert "kept as written" in json.loads(cli("doctor", "--json").out)["model"]["documents"]

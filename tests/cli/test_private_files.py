@@ -66,7 +66,7 @@ print(json.dumps({"codes": codes, "wrong": sorted(wrong), "seen": len(seen)}))
 def _environment(home: Path, store: Path) -> dict[str, str]:
     names = {"CONFIG": "config", "DATA": "data", "CACHE": "cache", "STATE": "state"}
     folders = {f"XDG_{name}_HOME": str(home / sub) for name, sub in names.items()}
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "documents", ROOT / "store", ROOT / "kernels")))
     return {**os.environ, **folders, "HOME": str(home), "CACHEBLEND_STORE": str(store), "PYTHONPATH": paths}
 
 

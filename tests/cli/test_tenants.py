@@ -34,11 +34,11 @@ def test_salts_keep_tenants_apart(cli: Cli, docs: Path, tmp_path: Path) -> None:
 
 def test_chunks_of_different_codecs_in_one_prompt(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = cli("precompute", "docs/alpha.md", "--chunk-tokens", "40", "--kv-dtype", "int4", "-q").out.split()
-    exact = cli("precompute", "docs/beta.md", "--chunk-tokens", "40", "--kv-dtype", "float32", "-q").out.split()
+    exact = cli("precompute", "docs/beta.md", "--chunk-tokens", "40", "--kv-dtype", "exact", "-q").out.split()
     codecs = {r["id"]: r["kv_dtype"] for r in cli("chunks", "ls", "--json").records}
     assert {codecs[i] for i in small} == {"int4"}
     assert {codecs[i] for i in exact} == {"float32"}
-    for codec in ("auto", "float16"):  # what is stored is used, whatever would be stored now
+    for codec in ("auto", "float8_e4m3"):  # what is stored is used, whatever would be stored now
         monkeypatch.setenv("CACHEBLEND_KV_DTYPE", codec)
         found = ask(cli, "--chunks", ",".join([small[0], exact[0], small[1]]))
         assert "computed" not in {c["status"] for c in found["chunks"]}

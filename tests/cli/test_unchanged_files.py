@@ -195,10 +195,10 @@ def test_other_settings_cut_again_and_an_other_converter_reads_again(
     cli: Cli, docs: Path, read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again(cli, read)
-    for flags in (("--chunk-tokens", "24"), ("--overlap", "4"), ("--context", "sink"), ("--kv-dtype", "bfloat16")):
+    for flags in (("--chunk-tokens", "24"), ("--overlap", "4"), ("--context", "sink"), ("--kv-dtype", "int4")):
         assert again(cli, read, "docs", *flags, "--yes")[0] == ["alpha.md", "beta.md"]
         assert again(cli, read, "docs", *flags)[0] == [], flags
-    given = ("--chunk-tokens", "24", "--overlap", "4", "--context", "sink", "--kv-dtype", "bfloat16")
+    given = ("--chunk-tokens", "24", "--overlap", "4", "--context", "sink", "--kv-dtype", "int4")
     cli("chunks", "prune", "--orphans")
     assert again(cli, read, "docs", *given)[0] == []
     with monkeypatch.context() as patched:

@@ -74,7 +74,7 @@ def cluster(engine: Engine, tmp_path: Path) -> InProcess:
 
 
 def run(engine: Engine, docs: Path, cluster: RayCluster | None, store: Path, **given: Any) -> PrecomputeReport:
-    options = replace(PrecomputeOptions(chunk_tokens=16, kv_dtype="float32", cluster=cluster), **given)
+    options = replace(PrecomputeOptions(chunk_tokens=16, kv_dtype="exact", cluster=cluster), **given)
     with ChunkStore.open(store, mode="write") as opened:
         return engine.precompute(opened, [str(docs)], options, lambda event: None)
 

@@ -77,7 +77,7 @@ def test_the_next_launch_is_computed_before_bytes_are_handled(gpu: FakeGpu, monk
     assert [(key[0], len(taken)) for key, _ in encoded(launches(chunks), "int7")] == [(i, i + 1) for i in range(7)]
 
 
-@pytest.mark.parametrize(("codec", "bad"), [("int7", float("nan")), ("float8_e4m3", float("inf")), ("float16", 7e4)])
+@pytest.mark.parametrize(("codec", "bad"), [("int7", float("nan")), ("float8_e4m3", float("inf"))])
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_the_chunk_that_a_codec_cannot_hold_is_refused(gpu: FakeGpu, codec: str, bad: float, part: str) -> None:
     """Chunks before it are whole, and the message is a CPU's."""

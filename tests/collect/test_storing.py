@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cacheblend_documents import Converted
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.texts import plan_texts, sent_document
+from cacheblend_cli.collect.texts import plan_texts
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -43,7 +44,7 @@ def precomputed(engine: Engine, store: ChunkStore, folder: Path) -> None:
 
 
 def put(engine: Engine, store: ChunkStore, folder: Path) -> None:
-    putting = engine.put(store, Document("put/page", TEXT))
+    putting = engine.put(store, Document("put/page", Converted(TEXT)))
     while putting.collect():
         pass
     putting.commit()
@@ -60,18 +61,13 @@ def evaluated(engine: Engine, store: ChunkStore, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("storing", [precomputed, put, asked, evaluated])
-def test_finer_kv_is_found_and_converted_whoever_stored_it(model: Path, tmp_path: Path, storing: Storing) -> None:
+def test_the_collection_and_its_prefix_are_stored_with_any_chunk(model: Path, tmp_path: Path, storing: Storing) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
-        fine = loaded(model, "float32")
-        storing(fine, store, tmp_path)
-        collection = fine.collection(store)
+        engine = loaded(model, "exact")
+        storing(engine, store, tmp_path)
+        collection = engine.collection(store)
         assert set(kept_records(store)) == {collection.id}
         assert store.has_kv(collection.prefix_key)
-        collector = collector_of(loaded(model, "int6"), store)
-        [chunks] = plan_texts(collector.collection, [sent_document(TextDocument(TEXT), "")], CollectSettings())
-        assert [stored.how for stored in collector.store(chunks)] == ["converted"]
-        assert [stored.how for stored in collector.store(chunks, again=True)] == ["computed"]
-        assert len(kept_records(store)) == 2
 
 
 def collector_of(engine: Engine, store: ChunkStore) -> Collector:
@@ -81,5 +77,5 @@ def collector_of(engine: Engine, store: ChunkStore) -> Collector:
 def test_a_chunk_named_twice_is_stored_once(model: Path, tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         collector = collector_of(loaded(model, "auto"), store)
-        [[chunk]] = plan_texts(collector.collection, [Document("a", TEXT)], CollectSettings())
+        [[chunk]] = plan_texts(collector.collection, [Document("a", Converted(TEXT))], CollectSettings())
         assert [stored.key for stored in collector.store([chunk, replace(chunk, source="b")])] == [chunk.key]

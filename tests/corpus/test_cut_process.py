@@ -7,18 +7,17 @@ from subprocess import run
 
 import pytest
 import tokenizers
+from cacheblend_documents.converted import Converted, Kind, Mark, NotConverted
+from cacheblend_documents.limited_process import MIB
 from checkpoints import write_tokenizer
 from killing import killed_at_work
 
 from cacheblend_cli.cancellation import Cancellation, Cancelled
 from cacheblend_cli.corpus import cut_process
-from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cut_process import CutLimits, DocumentCutter
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import Kind, Mark, TextLayout
 from cacheblend_cli.errors import TextRefused
-from cacheblend_cli.limited_process import MIB
 from cacheblend_cli.model.text_encoder import TextEncoder
 from cacheblend_cli.model.tokenizer import Tokenizer
 
@@ -49,7 +48,7 @@ def cutter(shared: DocumentCutter, monkeypatch: pytest.MonkeyPatch) -> DocumentC
 
 
 def document(text: str = TEXT, kind: Kind = "text", *marks: Mark, apart: bool = False) -> Document:
-    return Document("folder/a.md", text, layout=TextLayout(kind, not marks, marks, apart, "Title"))
+    return Document("folder/a.md", Converted(text, kind, not marks, marks, apart, "Title"))
 
 
 @pytest.mark.parametrize("cut", [CUT, CutSettings(64, 16), CutSettings(64, 8, "[{source}]\n")])
@@ -110,7 +109,7 @@ def test_a_document_beyond_a_limit_is_skipped(
     limits: CutLimits, reason: str, cutter: DocumentCutter, encoder: TextEncoder
 ) -> None:
     limited = DocumentCutter(encoder, limits)
-    with pytest.raises(NoDocument, match=reason):
+    with pytest.raises(NotConverted, match=reason):
         list(limited.cut(document("# a\n" * 200_000, "markdown"), CUT))
     limited._limits = CutLimits()
     assert list(limited.cut(document(), CUT)) == list(cut_document(document(), encoder.encode, CUT))
@@ -118,7 +117,7 @@ def test_a_document_beyond_a_limit_is_skipped(
 
 def test_a_process_that_is_killed_is_a_reason(cutter: DocumentCutter, monkeypatch: pytest.MonkeyPatch) -> None:
     list(cutter.cut(document(), CUT))
-    with killed_at_work(cutter._idle[-1], monkeypatch), pytest.raises(NoDocument, match=r"crashed \(signal 9\)"):
+    with killed_at_work(cutter._idle[-1], monkeypatch), pytest.raises(NotConverted, match=r"crashed \(signal 9\)"):
         list(cutter.cut(document(), CUT))
     assert list(cutter.cut(document(), CUT))
 

@@ -16,14 +16,14 @@ import pytest
 import slides
 import word_files
 import workbooks
+from cacheblend_documents.conversion import convert_here
+from cacheblend_documents.converted import Converted
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout
 
 Rows = Sequence[Sequence[str]]
 
@@ -83,10 +83,7 @@ def table(num_rows: int, num_columns: int, more: str = "") -> list[list[str]]:
 
 
 def document(rows: Rows, form: str) -> Document:
-    converter = converter_of(f"a.{form}")
-    assert converter is not None
-    converted = converter(FORMS[form](rows))
-    return Document(f"/d/a.{form}", converted.text, layout=converted.layout)
+    return Document(f"/d/a.{form}", convert_here(f"a.{form}", FORMS[form](rows)))
 
 
 def check(document: Document, chunks: Sequence[Chunk], most: int) -> None:
@@ -137,7 +134,8 @@ def test_blank_cells_stay_blank_and_overlap_keeps_names(
     found = document(rows, form)
     if form == "md":
         head = f"# Wards\n\nText above. {data.draw(more)}\n\nThe table has a bar, `|`:\n"
-        found = replace(found, text=head + found.text + "\nText below. " + data.draw(more) + "\n")
+        text = head + found.text + "\nText below. " + data.draw(more) + "\n"
+        found = replace(found, converted=replace(found.converted, text=text))
     chunks = list(cut_document(found, tokens, CutSettings(most, overlap)))
     whole = [replace(chunk, start=before.end) for before, chunk in pairwise(chunks)]
     check(found, [*chunks[:1], *whole], most)
@@ -176,7 +174,7 @@ def test_nothing_is_lost_and_nothing_is_too_long(
     parts: list[str], most: int, overlap: int, names: frozenset[str] | None, numbered: bool
 ) -> None:
     text = "".join(parts)
-    found = Document("/d/a.md", text, layout=TextLayout("markdown", numbered, names=names))
+    found = Document("/d/a.md", Converted(text, "markdown", numbered, columns=names))
     end = 0
     for chunk in cut_document(found, lambda text: [ord(c) for c in text], CutSettings(most, min(overlap, most // 2))):
         assert chunk.start <= end < chunk.end
@@ -191,11 +189,12 @@ def test_a_table_without_names_keeps_its_keys() -> None:
     for form in ("csv", "html"):
         chunks = list(cut_document(document(rows, form), tokens, CutSettings(60)))
         assert len(chunks) > 4
-        assert all(re.fullmatch(r"key(\d)[,|\s]+(\1\.\d+ 1 2 3 4[,|\s]*)+", chunk.text) for chunk in chunks)
+        lines = [line for chunk in chunks for line in chunk.text.splitlines()]
+        assert all(re.fullmatch(r"key(\d)[,|\s]+(\1\.\d+ 1 2 3 4[,|\s]*)+", line) for line in lines)
 
 
 def test_lines_of_a_log_are_not_a_table() -> None:
     """In a text file, only a row of dashes shows that a line above is a header."""
     text = "".join(f"web | message {number}\n" for number in range(40))
-    chunks = list(cut_document(Document("/d/a.log", text, layout=TextLayout()), tokens, CutSettings(50)))
+    chunks = list(cut_document(Document("/d/a.log", Converted(text)), tokens, CutSettings(50)))
     assert "".join(chunk.text for chunk in chunks) == text

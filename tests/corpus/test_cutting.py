@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
+from cacheblend_documents.converted import Converted, Kind, Mark
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk, iter_cut
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import Kind, Mark, TextLayout
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.wording import Wording, check_prompt
 
@@ -29,8 +30,8 @@ def texts(chunks: Iterable[Chunk]) -> list[str]:
     return [c.text for c in chunks]
 
 
-def chunks_of(text: str, how: CutSettings, layout: TextLayout = TextLayout("markdown")) -> list[Chunk]:
-    return list(cut_document(Document("/d/a.md", text, layout=layout), words, how))
+def chunks_of(text: str, how: CutSettings, **about: Any) -> list[Chunk]:
+    return list(cut_document(Document("/d/a.md", Converted(text, **{"kind": "markdown", **about})), words, how))
 
 
 def test_a_chunk_that_is_half_full_ends_before_a_heading() -> None:
@@ -85,7 +86,7 @@ def test_nothing_is_lost_and_nothing_is_too_long(
     parts: list[str], most: int, overlap: int, kind: Kind, head: bool
 ) -> None:
     text, overlap = "".join(parts), min(overlap, most // 2)
-    document = Document("/d/a.md", text, layout=TextLayout(kind))
+    document = Document("/d/a.md", Converted(text, kind))
     end = 0
     for chunk in cut_document(document, characters, CutSettings(most, overlap, "[{source}]\n" if head else "")):
         body = text[chunk.start : chunk.end]
@@ -113,8 +114,8 @@ def test_an_overlap_is_whole_sentences_else_words() -> None:
 
 
 def test_parts_that_stay_apart_share_no_chunk_and_no_overlap() -> None:
-    layout = TextLayout("markdown", numbered=False, marks=(Mark(0, "record 1", 1), Mark(6, "record 2", 2)), apart=True)
-    found = chunks_of("one.\n\ntwo.\n\n", CutSettings(50, 10), layout)
+    marks = Mark(0, "record 1", 1), Mark(6, "record 2", 2)
+    found = chunks_of("one.\n\ntwo.\n\n", CutSettings(50, 10), keeps_lines=False, marks=marks, is_split=True)
     assert [(c.text, c.locator.text) for c in found] == [
         ("one.\n\n", "record 1, line 1"),
         ("two.\n\n", "record 2, line 2"),
@@ -129,7 +130,7 @@ def test_the_source_stands_before_each_chunk_and_counts() -> None:
     assert all(c.text.startswith("[Travel > Refunds]\nword") for c in found[1:])
     assert all(len(c.token_ids) <= 24 for c in found)
     assert "".join(text[c.start : c.end] for c in found) == text
-    titled = chunks_of("text\n", CutSettings(24, 0, "[{source}]\n"), TextLayout(title="Travel rules"))
+    titled = chunks_of("text\n", CutSettings(24, 0, "[{source}]\n"), kind="text", title="Travel rules")
     assert titled[0].text == "[Travel rules]\ntext\n"
     assert chunks_of("text\n", CutSettings(24, 0, "[{source}]\n"))[0].text == "[a.md]\ntext\n", (
         "a file without titles has its name"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_documents.converted import Converted
 
 from cacheblend_cli.corpus import documents
 from cacheblend_cli.corpus.documents import Conversions, Document, Skipped, read_documents
-from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.corpus.places import place_of, shown
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -60,7 +60,11 @@ def test_text_with_a_byte_order_mark_is_read_by_it(here: Path, charset: str) -> 
 
 
 def test_the_digest_follows_the_text() -> None:
-    assert Document("a", "x\n").digest == Document("b", "x\n").digest != Document("a", "y\n").digest
+    assert (
+        Document("a", Converted("x\n")).digest
+        == Document("b", Converted("x\n")).digest
+        != Document("a", Converted("y\n")).digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:
 
 def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
-    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n", place_of("-"), TextLayout("markdown"))]
+    assert list(read_documents(["-"])) == [Document(place_of("-"), Converted("piped\n", "markdown"), place_of("-"))]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-", group="empty", named=True)]
 

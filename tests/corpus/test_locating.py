@@ -7,15 +7,14 @@ import re
 from base64 import b64encode
 
 import pytest
+from cacheblend_documents.converted import Converted, Mark
 from cacheblend_store import DocumentChunk, DocumentRecord, Locator
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.records import decode_document, document_key, encode_document, seal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_cli.corpus import outline
 from cacheblend_cli.corpus.cutting import Locating
-from cacheblend_cli.corpus.layout import Mark, TextLayout
 from cacheblend_cli.corpus.outline import Outline
 
 MARKDOWN = """---
@@ -44,9 +43,10 @@ None.
 """
 
 
-def at(text: str, layout: TextLayout, first: str, last: str = "") -> Locator:
+def at(found: Converted, first: str, last: str = "") -> Locator:
+    text = found.text
     start = text.index(first)
-    return Locating(text, layout).find(start, text.index(last or first) + len(last or first))
+    return Locating(found).find(start, text.index(last or first) + len(last or first))
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def at(text: str, layout: TextLayout, first: str, last: str = "") -> Locator:
     ],
 )
 def test_markdown_has_lines_and_headings(first: str, lines: tuple[int, int], headings: tuple[str, ...]) -> None:
-    assert at(MARKDOWN, TextLayout("markdown"), first) == Locator("", lines, headings)
+    assert at(Converted(MARKDOWN, "markdown"), first) == Locator("", lines, headings)
 
 
 def test_a_run_of_lines_ends_where_its_text_ends() -> None:
-    found = at(MARKDOWN, TextLayout("markdown"), "\nBefore", "weeks.\n\n")
+    found = at(Converted(MARKDOWN, "markdown"), "\nBefore", "weeks.\n\n")
     assert found.lines == (6, 14)
     assert found.text == "lines 6-14"
 
 
 def test_restructured_text_has_levels_in_order_of_their_underlines() -> None:
     text = "=====\nTitle\n=====\n\nOne\n---\n\na\n\nTwo\n~~~\n\nb\n\nThree\n-----\n\nc\n"
-    assert [at(text, TextLayout("rst"), x + "\n").headings for x in ("a", "b", "c")] == [
+    assert [at(Converted(text, "rst"), x + "\n").headings for x in ("a", "b", "c")] == [
         ("Title", "One"),
         ("Title", "One", "Two"),
         ("Title", "Three"),
@@ -110,35 +110,33 @@ GO = "package kv\n\nfunc (p *Pool) Take() int {\n\treturn 1\n}\n\ntype T struct 
     ],
 )
 def test_code_has_its_definitions(text: str, first: str, headings: tuple[str, ...]) -> None:
-    assert at(text, TextLayout("code"), first).headings == headings
+    assert at(Converted(text, "code"), first).headings == headings
 
 
 def test_converted_files_have_parts() -> None:
     text = "one\n\ntwo\n\nthree\n"
-    pages = TextLayout("text", numbered=False, marks=(Mark(0, "page 1"), Mark(5, "page 2"), Mark(10, "page 3")))
-    assert at(text, pages, "two").text == "page 2"
-    assert at(text, pages, "one", "two").text == "pages 1-2"
-    assert at(text, pages, "one\n\n").text == "page 1"
-    rows = TextLayout("text", numbered=False, marks=(Mark(0, line=2), Mark(5, line=3), Mark(10, line=7)))
-    assert at(text, rows, "two", "three").text == "lines 3-7"
-    sheets = TextLayout("text", numbered=False, marks=(Mark(0, "sheet A"), Mark(5, "sheet B")))
-    assert at(text, sheets, "one", "three").text == "sheet A to sheet B"
+    pages = Converted(text, keeps_lines=False, marks=(Mark(0, "page 1"), Mark(5, "page 2"), Mark(10, "page 3")))
+    assert at(pages, "two").text == "page 2"
+    assert at(pages, "one", "two").text == "pages 1-2"
+    assert at(pages, "one\n\n").text == "page 1"
+    rows = Converted(text, keeps_lines=False, marks=(Mark(0, line=2), Mark(5, line=3), Mark(10, line=7)))
+    assert at(rows, "two", "three").text == "lines 3-7"
+    sheets = Converted(text, keeps_lines=False, marks=(Mark(0, "sheet A"), Mark(5, "sheet B")))
+    assert at(sheets, "one", "three").text == "sheet A to sheet B"
 
 
 def test_a_long_line_is_no_trouble() -> None:
     text = "# " + " " * 300_000 + "#x\n" + "def " * 100_000
-    assert at(text, TextLayout("markdown"), "def").lines == (2, 2)
-    assert at(text, TextLayout("code"), "def").lines == (2, 2)
+    assert at(Converted(text, "markdown"), "def").lines == (2, 2)
+    assert at(Converted(text, "code"), "def").lines == (2, 2)
 
 
-def test_a_document_of_headings_alone_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from each chunk to the end: two megabytes of headings took a minute."""
+def test_chunks_of_headings_and_blanks_have_the_heading_after_them() -> None:
     headings = Outline("# a\n" * 1000, "markdown")
-    looks: list[int] = []
-    blank = Outline._blank
-    monkeypatch.setattr(Outline, "_blank", lambda self, start, end: looks.append(start) or blank(self, start, end))
     assert {headings.titles(start) for start in range(0, 4000, 40)} == {("a",)}
-    assert len(looks) <= 100
+    blanks = Outline("x\n" + " " * 100_000 + "\n# a\n", "markdown")
+    assert {blanks.titles(start) for start in range(10, 100_000, 100)} == {("a",)}
+    assert blanks.titles(0) == ()
 
 
 @given(st.text(alphabet=" \t#ab", max_size=24))
@@ -148,28 +146,9 @@ def test_a_heading_is_its_line_without_marks(rest: str) -> None:
     assert titles == ([found[2]] if found and found[2] else [])
 
 
-def test_a_long_blank_range_and_a_long_line_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each chunk that begins in them."""
-    reads: list[int] = []
-    pattern = outline._TEXT
-
-    class Counted:
-        def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
-            found = pattern.search(text, start, end)
-            reads.append((found.start() if found else end) - start)
-            return found
-
-    class Line(str):
-        def rfind(self, part: str, start: int, end: int) -> int:  # type: ignore[override]
-            reads.append(end - start)
-            return super().rfind(part, start, end)
-
-    monkeypatch.setattr(outline, "_TEXT", Counted())
-    blanks = Outline("x\n" + " " * 100_000 + "\n# a\n", "markdown")
-    assert {blanks.titles(start) for start in range(10, 100_000, 100)} == {("a",)}
-    code = Outline(Line("def f():\n    " + "x; " * 30_000), "code")
+def test_all_of_a_long_line_is_in_its_definition() -> None:
+    code = Outline("def f():\n    " + "x; " * 30_000, "code")
     assert {code.titles(start) for start in range(20, 90_000, 100)} == {("f",)}
-    assert sum(reads) < 400_000
 
 
 def test_locators_are_stored_and_checked() -> None:

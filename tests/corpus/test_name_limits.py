@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from cacheblend_documents.converted import NAME_CHARACTERS, Converted, Mark
+from cacheblend_documents.json_records import from_json_lines, from_json_records
+from cacheblend_documents.mail.mail import from_mail
+from cacheblend_documents.web.html import from_html
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord, Locator
 from stored_texts import put_document
 
 from cacheblend_cli.collect.texts import document_of
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import TITLE, Citations
-from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
-from cacheblend_cli.corpus.converters.mail.mail import from_mail
-from cacheblend_cli.corpus.converters.web.html import from_html
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import NAME_CHARACTERS, Converted, Mark, TextLayout
 from cacheblend_cli.corpus.search import Lookup, search
 
 LONG = 100_000
@@ -27,7 +27,7 @@ CODE = "".join(f"{' ' * depth}def {'d' * 110}{depth}():\n" for depth in range(20
 
 
 def chunks_of(converted: Converted) -> list[Chunk]:
-    document = Document("/docs/a", converted.text, layout=converted.layout)
+    document = Document("/docs/a", converted)
     return list(cut_document(document, lambda text: tuple(text.encode()), CutSettings(512)))
 
 
@@ -38,13 +38,13 @@ def chunks_of(converted: Converted) -> list[Chunk]:
         from_json_lines("\n".join(map(json.dumps, RECORDS)).encode()),
         from_html(HTML.encode()),
         from_mail(f"Subject: {'S' * LONG}\n\n{'word ' * 400}\n".encode()),
-        Converted("word " * 400, TextLayout(marks=(Mark(0, "sheet " + "S" * LONG), Mark(900, "sheet " + "Z" * LONG)))),
-        Converted(CODE, TextLayout("code")),
+        Converted("word " * 400, marks=(Mark(0, "sheet " + "S" * LONG), Mark(900, "sheet " + "Z" * LONG))),
+        Converted(CODE, "code"),
     ],
     ids=["records", "lines", "html", "mail", "sheets", "code"],
 )
 def test_a_chunk_carries_names_within_the_limit(converted: Converted) -> None:
-    assert len(converted.layout.title) <= NAME_CHARACTERS
+    assert len(converted.title) <= NAME_CHARACTERS
     for chunk in chunks_of(converted):
         assert len(chunk.locator.part) <= NAME_CHARACTERS
         assert max(map(len, chunk.locator.headings), default=0) <= NAME_CHARACTERS

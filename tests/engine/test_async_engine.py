@@ -16,11 +16,11 @@ from cacheblend_cli.collect import collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState
-from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, Limits
 from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
-from cacheblend_cli.types import AskRequest, BlendParams, Progress
+from cacheblend_cli.types import AskRequest, BlendParams, Piece, Progress
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_listener_that_fails_cancels_its_job_alone(stored: StoredEngine, servi
     def broken(event: Event) -> None:
         if isinstance(event, Done | Failed):
             last.set_result(event)
-        if isinstance(event, Text):
+        if isinstance(event, Piece):
             raise RuntimeError("gone")
 
     service.submit(stored.request(stored.question(max_tokens=400)), broken)

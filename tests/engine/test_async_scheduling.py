@@ -12,7 +12,7 @@ import torch
 from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
 from cacheblend_cli.engine.core.sequence import SequenceStatus
-from cacheblend_cli.engine.events import Done, Limits, Text, Token
+from cacheblend_cli.engine.events import Done, Limits, Token
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker import decode
 from cacheblend_cli.engine.worker.decode import GraphRunner
@@ -21,7 +21,7 @@ from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import DecodeInput, TableInput, Worker
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.types import AskRequest, BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams, Piece
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
 LAZY = Limits(max_sequences=6, enable_prefix_caching=False, pool_tokens=4096)
@@ -102,7 +102,7 @@ def test_answers_are_those_of_plain_scheduling(stored: StoredEngine, monkeypatch
     texts = [
         e.text
         for e in answered(stored, stored.question(max_tokens=60, temperature=1.0, seed=1)).events
-        if isinstance(e, Text)
+        if isinstance(e, Piece)
     ]
     questions = [random_question(rng, stored.keys, [t for t in texts if t.strip()]) for _ in range(40)]
     plain = CoreDriver(stored, LAZY)

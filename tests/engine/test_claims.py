@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cacheblend_cli import Engine
-from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.types import Answer
 
+HELDOUT = Path(__file__).parents[1] / "demo/heldout.jsonl"
 SPELLED, MISSPELLED, CHANGED = (
     "What does Torben Orlov drink?",
     "When is Bettina Lindqvist on call?",
@@ -29,9 +30,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, list[str]]:
-    samples: dict[str, Sample] = {
-        sample.question: sample for sample in read_samples(model_dir().with_name("heldout.jsonl"))
-    }
+    samples: dict[str, Sample] = {sample.question: sample for sample in read_samples(HELDOUT)}
     return {name: [c.text for c in samples[name].contexts] for name in (SPELLED, MISSPELLED, CHANGED)}
 
 

@@ -11,12 +11,13 @@ import torch
 from engine_driver import CoreDriver, StoredEngine, open_stored_engine
 
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.worker import device_time, prefill
-from cacheblend_cli.engine.worker.device_time import DeviceTime, mark
+from cacheblend_cli.engine.worker import prefill
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.evaluation.evaluate import EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.samples import Context, Sample
 from cacheblend_cli.evaluation.settings import FULL, Setting
+from cacheblend_cli.kv import device_time
+from cacheblend_cli.kv.device_time import DeviceTime, mark
 from cacheblend_cli.kv.loader import StoredLoader
 from cacheblend_cli.types import BlendParams
 

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core import executor
 from cacheblend_cli.engine.core.sequence import RequestState
-from cacheblend_cli.engine.events import Done, Limits, Text
-from cacheblend_cli.engine.features.auto_ratio import controller_of
-from cacheblend_cli.engine.worker.prefill import PrefillOutput, PrefillState
+from cacheblend_cli.engine.events import Done, Limits
+from cacheblend_cli.engine.worker.prefill import PrefillState
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.types import AskRequest, BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams, Piece
 
 LAYERS = 6
 LIMITS = Limits(
@@ -55,7 +55,7 @@ def paused(driver: CoreDriver, state: RequestState) -> bool:
 
 
 def until_text(driver: CoreDriver, listener: Listener) -> None:
-    while not any(isinstance(e, Text) for e in listener.events):
+    while not any(isinstance(e, Piece) for e in listener.events):
         driver.step()
 
 
@@ -97,9 +97,9 @@ def test_a_step_ends_before_the_layer_that_would_be_late(stored: StoredEngine, m
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=60))
     until_text(driver, streaming)
     monkeypatch.setattr(executor, "perf_counter", itertools.count().__next__)  # a layer takes a second
-    prefill, calls = driver.core.worker.prefill, list[list[PrefillOutput]]()
+    prefill, calls = driver.core.worker.prefill, list[list[PrefillResult]]()
 
-    def count(numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
+    def count(numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
         calls.append(prefill(numbers, max_rows))
         return calls[-1]
 
@@ -181,13 +181,13 @@ def test_a_chunk_that_turns_bad_during_the_pause_is_computed(stored: StoredEngin
 
 
 def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored.engine.runtime.controllers.clear()
+    stored.engine.runtime.speeds.clear()
     monkeypatch.setattr("cacheblend_cli.engine.features.auto_ratio.read_speeds", lambda file: None)
     driver = CoreDriver(stored, LIMITS)
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=20))
     until_text(driver, streaming)
     listener, state = driver.arrive(asked(stored, BLENDS["query"]), auto=True)
-    assert controller_of(stored.engine.runtime, state.request)._speeds is not None
+    assert state.request.collection.codec in stored.engine.runtime.speeds
     driver.run()
     [answer] = listener.done().answers
     assert answer.auto is not None

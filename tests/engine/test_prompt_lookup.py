@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.features import speculation
 from cacheblend_cli.engine.features.prompt_lookup import LEAST_MATCH, MOST_MATCH, MOST_PLACES, Match, PromptLookup
-from cacheblend_cli.engine.features.speculation import CHANCES, MOST_ROWS, SEEN, Acceptance, Speculation, StepCosts
+from cacheblend_cli.engine.features.speculation import MOST_ROWS, PRIOR, PRIOR_COUNT, Acceptance, Speculation, StepCosts
 
 SMALL = st.lists(st.integers(0, 2), max_size=40)
 
@@ -70,44 +70,44 @@ def test_costs_are_guessed_until_they_are_measured(tmp_path: Path) -> None:
     costs = StepCosts(tmp_path / "costs")
     assert not costs.known
     assert [costs(1), costs(3)] == pytest.approx([1.0, 1.4])
-    costs.note(1, 0.1)
+    costs.record(1, 0.1)
     assert costs.known
     for _ in range(100):
-        costs.note(4, 0.2)
+        costs.record(4, 0.2)
     assert costs(4) == pytest.approx(2.0, rel=0.05)
     assert costs(2) == pytest.approx(1.2), "of the nearest lower number of rows"
     assert costs(7) == pytest.approx(3.0, rel=0.05), "further rows cost what the measured ones do"
     for _ in range(100):
-        costs.note(4, 0.05)
+        costs.record(4, 0.05)
     assert costs(4) == pytest.approx(0.5, rel=0.05)
     assert costs(16) == costs(4), "no further row is cheaper than none"
 
 
 def test_a_cost_is_never_more_than_as_many_steps(tmp_path: Path) -> None:
     costs = StepCosts(tmp_path / "costs")
-    costs.note(1, 0.001)
+    costs.record(1, 0.001)
     for rows in (2, 5, MOST_ROWS):
-        costs.note(rows, 1000.0)
+        costs.record(rows, 1000.0)
         assert costs(rows) <= rows
     known = [costs(rows) for rows in range(1, 40)]
-    costs.note(MOST_ROWS + 1, 1e-9)
+    costs.record(MOST_ROWS + 1, 1e-9)
     assert [costs(rows) for rows in range(1, 40)] == known, "a larger batch is not noted"
 
 
 def test_costs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     path = tmp_path / "costs"
     costs = StepCosts(path)
-    costs.keep()
+    costs.save()
     assert not path.exists(), "nothing was measured"
-    costs.note(1, 0.1)
+    costs.record(1, 0.1)
     for _ in range(100):
-        costs.note(3, 0.15)
-    costs.keep()
+        costs.record(3, 0.15)
+    costs.save()
     again = StepCosts(path)
     assert again(3) == pytest.approx(costs(3), abs=0.01)
     assert not again.known
     path.unlink()
-    again.keep()
+    again.save()
     assert not path.exists(), "nothing has changed"
 
 
@@ -129,24 +129,24 @@ def test_a_damaged_file_is_as_none(content: bytes, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     costs = StepCosts(tmp_path / "file" / "costs")
-    costs.note(1, 0.1)
-    costs.note(2, 0.2)
-    costs.keep()
+    costs.record(1, 0.1)
+    costs.record(2, 0.2)
+    costs.save()
 
 
 def test_shares_of_right_tokens_are_learnt() -> None:
     shares = Acceptance()
-    assert [shares(n) for n in range(LEAST_MATCH, MOST_MATCH + 1)] == pytest.approx(CHANCES)
+    assert [shares(n) for n in range(LEAST_MATCH, MOST_MATCH + 1)] == pytest.approx(PRIOR)
     assert shares(MOST_MATCH + 9) == shares(MOST_MATCH)
     for _ in range(300):
-        shares.note(2, True)
-        shares.note(MOST_MATCH + 3, False)
+        shares.record(2, True)
+        shares.record(MOST_MATCH + 3, False)
     assert shares(2) > 0.99
     assert shares(MOST_MATCH) < 0.01
-    assert shares(3) == pytest.approx(CHANCES[1])
+    assert shares(3) == pytest.approx(PRIOR[1])
     once = Acceptance()
-    once.note(2, True)
-    assert once(2) == pytest.approx((0.97 * SEEN * CHANCES[0] + 1) / (0.97 * SEEN + 1))
+    once.record(2, True)
+    assert once(2) == pytest.approx((0.97 * PRIOR_COUNT * PRIOR[0] + 1) / (0.97 * PRIOR_COUNT + 1))
 
 
 # the choice
@@ -241,11 +241,11 @@ def test_an_answer_that_always_matches_is_not_slower(
     choose = chooser(monkeypatch)
     choose.costs, choose.accepted = StepCosts(tmp_path / "costs"), Acceptance(_right=[9.0] * 7)
     monkeypatch.setattr(choose, "_learn", lambda guess, ids: None)
-    choose.costs.note(1, 0.1)
+    choose.costs.record(1, 0.1)
     speed_ups = list[float]()
     for _ in range(400):
         [count] = sizes(choose, [Answering()])
-        choose.costs.note(1 + count, 0.1 * (1 + each * count))
+        choose.costs.record(1 + count, 0.1 * (1 + each * count))
         speed_ups.append(sum(0.9**depth for depth in range(count + 1)) / (1 + each * count))
     assert sum(speed_ups[200:]) / 200 > least
 

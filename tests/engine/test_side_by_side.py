@@ -10,9 +10,9 @@ from math import inf
 import pytest
 from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Failed, Limits
-from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -250,7 +250,7 @@ def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(stored: StoredEngine
     driver, listeners, expected = two_short_prompts(stored)
     worker = driver.core.worker
 
-    def fails(numbers: list[int], max_rows: int) -> list[PrefillOutput]:
+    def fails(numbers: list[int], max_rows: int) -> list[PrefillResult]:
         if len(numbers) == 1:
             return type(worker).prefill(worker, numbers, max_rows)
         prefill = worker._prefills[numbers[0]]
@@ -274,7 +274,7 @@ def test_prompts_of_a_launch_that_failed_late_are_computed_alone(stored: StoredE
     driver, listeners, expected = two_short_prompts(stored)
     worker = driver.core.worker
 
-    def fails(numbers: list[int], max_rows: int) -> list[PrefillOutput]:
+    def fails(numbers: list[int], max_rows: int) -> list[PrefillResult]:
         if len(numbers) == 1:
             return type(worker).prefill(worker, numbers, max_rows)
         last = worker._prefills[numbers[-1]]

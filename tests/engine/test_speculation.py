@@ -328,9 +328,9 @@ def test_steps_ahead_have_no_proposals(stored: StoredEngine, oracle: Oracle, mon
 def test_by_default_free_rows_are_proposed_and_full_batches_are_not(
     stored: StoredEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepCosts, "note", lambda costs, num_rows, seconds: None)
+    monkeypatch.setattr(StepCosts, "record", lambda costs, num_rows, seconds: None)
     monkeypatch.setattr(StepCosts, "known", True)
-    monkeypatch.setattr(StepCosts, "keep", lambda costs: None)
+    monkeypatch.setattr(StepCosts, "save", lambda costs: None)
     questions = [stored.question(**GREEDY | {"max_tokens": 30})]
     expected = alone(stored, questions)
     oracle.learn(expected)

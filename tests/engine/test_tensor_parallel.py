@@ -22,6 +22,7 @@ from gguf_files import write_gguf
 from hub_models import HubModel
 from oracle_lookup import Oracle
 from parity import PROMPT, QUESTION, write_documents
+from transformers import DeepseekV3Config
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
@@ -76,7 +77,7 @@ class RankSetup:
         self.path, self.documents = path, documents
 
     def engine(self, size: int, **config: Any) -> Engine:
-        shared: dict[str, Any] = {"block_size": 16, "dtype": "float32", "kv_dtype": "float32"}
+        shared: dict[str, Any] = {"block_size": 16, "dtype": "float32", "kv_dtype": "exact"}
         given = {"model": str(self.path / "model")} | shared | config
         return Engine.load(EngineConfig(**given, prompt=PROMPT, threads=1, tensor_parallel=size))
 
@@ -249,7 +250,7 @@ def test_what_cannot_be_divided_is_refused(setup: RankSetup, tmp_path: Path) -> 
     with pytest.raises(UsageError):
         check_divisible(replace(spec, generic=True), 2)
     with pytest.raises(UsageError):
-        check_divisible(spec_from_config({"model_type": "deepseek_v3"}), 2)  # its latent is of all heads
+        check_divisible(spec_from_config(DeepseekV3Config().to_diff_dict()), 2)  # its latent is of all heads
     with pytest.raises(UsageError):
         setup.engine(2, weight_dtype="int8")
 

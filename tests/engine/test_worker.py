@@ -13,13 +13,14 @@ import torch
 from engine_driver import CoreDriver, StoredEngine, open_stored_engine
 from torch import Tensor
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine import runtime
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.worker.prefill import PrefillInput
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.pool import KVPool
@@ -52,16 +53,16 @@ class Leader(Worker):
         self.other.begin(sent(given), source)
         super().begin(given, source, on_logits)
 
-    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
+    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
         if len(numbers) > 1:
             self.calls.add("prefill of several")
         ours = super().prefill(numbers, max_rows)
         theirs = self.other.prefill(sent([*numbers], list[int]), sent(max_rows))
         for own, other in zip(ours, theirs, strict=True):
-            assert (own.num_filled, own.result is None) == (other.num_filled, other.result is None)
-            if own.result is not None and other.result is not None:
-                assert torch.equal(own.result.logits, other.result.logits)
-                assert torch.equal(own.result.chosen, other.result.chosen)
+            assert (own.num_filled, own.is_done) == (other.num_filled, other.is_done)
+            if own.is_done:
+                assert torch.equal(own.logits, other.logits)
+                assert torch.equal(own.chosen, other.chosen)
         return ours
 
     def end(self, number: int) -> None:

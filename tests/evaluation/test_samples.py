@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.evaluation.samples import Context, parse_samples, read_samples
 
@@ -86,7 +85,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_held_out_questions_are_samples_of_several_chunks_a_page() -> None:
-    samples = read_samples(model_dir().with_name("heldout.jsonl"), limit=20)
+    samples = read_samples(Path(__file__).parents[1] / "demo/heldout.jsonl", limit=20)
     assert len(samples) == 20
     assert all(any(c.before for c in s.contexts) for s in samples)
     tags: set[Any] = set().union(*(s.tags for s in samples))

@@ -150,19 +150,8 @@ class Inputs:
             yield lambda b, q=q: b.rope_and_cache(q, *few[1:3], self.cache, Slots(slots, *tables))
         for x in few[:2]:
             yield lambda b, x=x: b.rope(x, *tables)
-        codecs = (
-            "float16",
-            "bfloat16",
-            "float32",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "int8",
-            "int7",
-            "int6",
-            "int4",
-            "int3",
-        )
-        for codec, first in product(codecs, (-1, 0)) if self.pairs else zip(codecs, (-1, 0) * 5, strict=False):
+        codecs = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int7", "int4")
+        for codec, first in product(codecs, (-1, 0)) if self.pairs else zip(codecs, (-1, 0) * 3, strict=False):
             stored, where = self.stored(codec), Slots(slots, *tables, first)
             yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
         for kind in ("k", "v", "kv"):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import platform
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from cacheblend_kernels import KernelError, LayerCache, Slots, compiled
+from cacheblend_kernels.interface import packed_bytes
 from cacheblend_kernels.torch_backend import TorchBackend
 from cases import rope_tables
-from kernel_references import BITS, CODECS, FLOAT8, decoded, rope_reference, stored_kv
+from kernel_references import BITS, CODECS, decoded, rope_reference, stored_kv
 
 
 @pytest.mark.parametrize("form", CODECS)
@@ -63,7 +65,7 @@ def test_load_kv(
         assert (flat[untouched] == 7.0).all()
 
 
-@pytest.mark.parametrize("form", [*FLOAT8, *BITS])
+@pytest.mark.parametrize("form", ["fp8", *BITS])
 @pytest.mark.parametrize("num_chunks", [2, 5])
 def test_rows_of_several_chunks_have_their_own_means_and_scales(form: str, num_chunks: int) -> None:
     stored = stored_kv(form, 40, 2, 64, torch.device("cpu"), num_chunks=num_chunks)
@@ -78,7 +80,7 @@ def test_rows_of_several_chunks_have_their_own_means_and_scales(form: str, num_c
 
 
 def test_codes_go_to_slots_of_the_pool_alone() -> None:
-    stored = stored_kv("int6", 4, 2, 32, torch.device("cpu"))
+    stored = stored_kv("int7", 4, 2, 32, torch.device("cpu"))
     pools = [torch.zeros(2, 8, 2, 32) for _ in range(2)]
     cos, sin = rope_tables(4, 32)
     for slots, first in ((torch.tensor([0, 1, 2, 16]), -1), (torch.arange(4), 13)):
@@ -88,15 +90,13 @@ def test_codes_go_to_slots_of_the_pool_alone() -> None:
 
 
 def test_codes_of_latents_beside_position_keys() -> None:
-    """MLA: K and V of different widths; and a V of an odd one, which is not mixed."""
-    for v_dim in (128, 33):
-        one, other = (stored_kv("int8", 5, 1, dim, torch.device("cpu"), seed=1) for dim in (64, v_dim))
-        stored = replace(one, v=other.v)
-        if v_dim == 128:  # 6 bits each, as latents have them
-            assert one.k_levels is not None
-            few = one.k_levels[:64]
-            stored = replace(stored, k=one.k[..., :48].contiguous(), v=other.v[..., :96].contiguous())
-            stored = replace(stored, k_levels=few, v_levels=few)
+    """MLA: K and V of equal bits and different widths; and a V of an odd one, which is not mixed."""
+    for v_dim, bits in product((128, 33), (7, 4)):
+        one, other = (stored_kv("int7", 5, 1, dim, torch.device("cpu"), seed=1) for dim in (64, v_dim))
+        assert one.k_levels is not None
+        levels = one.k_levels[: 2**bits]
+        codes = (x.k[..., : packed_bytes(dim, bits)].contiguous() for x, dim in ((one, 64), (other, v_dim)))
+        stored = replace(one, k_levels=levels, v_levels=levels, **dict(zip("kv", codes, strict=True)))
         pools = [[torch.zeros(1, 8, 1, dim) for dim in (64, v_dim)] for _ in range(2)]
         slots = Slots(torch.arange(5), *rope_tables(5, 64))
         assert compiled.load_codes(stored, LayerCache(*pools[0]), slots) == (compiled.library() is not None)

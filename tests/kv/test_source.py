@@ -97,7 +97,7 @@ def test_any_source_gives_what_the_store_gives(stored: Stored, way: str) -> None
     found, notes = stored.prefill(elsewhere)
     assert notes == []
     assert elsewhere.readers == 2  # one for the manifests, one for the KV
-    assert found.loader.num_bytes == expected.loader.num_bytes > 0
+    assert found.result.loader.num_bytes == expected.result.loader.num_bytes > 0
     assert torch.equal(found.result.logits, expected.result.logits)
 
 
@@ -131,8 +131,13 @@ def test_a_record_that_is_gone_or_foreign_is_not_used(stored: Stored, other: dic
 def test_a_full_prefill_asks_no_source(stored: Stored) -> None:
     elsewhere = Elsewhere(stored.store)
     found, _ = stored.prefill(elsewhere, mode="full")
-    assert type(found.loader) is KVLoader
-    assert (elsewhere.readers, found.loader.num_bytes, found.loader.load_s, found.loader.stall_s) == (0, 0, 0.0, 0.0)
+    assert type(found.result.loader) is KVLoader
+    assert (
+        elsewhere.readers,
+        found.result.loader.num_bytes,
+        found.result.loader.load_s,
+        found.result.loader.stall_s,
+    ) == (0, 0, 0.0, 0.0)
 
 
 def test_threads_do_not_pile_up(stored: Stored) -> None:

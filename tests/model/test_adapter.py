@@ -163,8 +163,8 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (config(peft_type="IA3"), "its peft_type is 'IA3'"),
-        (config(use_dora=True), "DoRA"),
+        (config(peft_type="IA3"), "peft_type = 'IA3'"),
+        (config(use_dora=True), "use_dora"),
         (config(bias="all"), "bias = 'all'"),
         (config(modules_to_save=["lm_head"]), "modules_to_save = ['lm_head']"),
         (config(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
@@ -177,7 +177,6 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (config(lora_alpha="16"), "r and lora_alpha of"),
         (config(rank_pattern=[1]), "rank_pattern"),
         (config(rank_pattern={"(": 1}), "adapter_config.json"),
-        (config(target_modules=["v_proj"]), "target_modules"),
         (tensors(lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "lora_magnitude_vector"),
         (
             tensors(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)})),

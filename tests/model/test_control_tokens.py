@@ -14,9 +14,20 @@ from tokenizers import AddedToken
 
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.tokenizer_json import is_control
-from cacheblend_cli.model.tokenizer_probes import SAMPLES, text_check
 
-TEXTS = [*SAMPLES.values(), "\n\n\na\n", "  two   three\n    four", "<b>bold</b> <hr>", "a\tb\t\tc", "1 < 2 > 0"]
+TEXTS = [
+    "First line.\nSecond line.\n\n\nA new section.\n",
+    "def f(x):\n    if x:\n\t\treturn [\n            x,\n        ]\n",
+    "| name  | price |\n|-------|------:|\n| Koven |  12.50 |\na\tb\t\tc\n",
+    '<p class="x">1 < 2 &amp; <b>bold</b></p>\n<table><tr><td>[1]</td></tr></table>\n**bold** `code`\n',
+    "<s>[INST] <<SYS>> <|im_start|>user <|eot_id|> <start_of_turn> <think></think> [PAD]\n",
+    "Caf\u00e9, stra\u00dfe, \u043f\u0440\u0438\u0432\u0435\u0442, \u65e5\u672c\u8a9e, \U0001f600\n",
+    "\n\n\na\n",
+    "  two   three\n    four",
+    "<b>bold</b> <hr>",
+    "a\tb\t\tc",
+    "1 < 2 > 0",
+]
 LIKE_GEMMA = ["\n", "\n\n", "\n\n\n", MARK * 2, MARK * 3, MARK * 4, "\t", "\t\t", "<b>", "</b>", "<table>", "<h1>"]
 LIKE_DEEPSEEK = ["<\uff5cUser\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<think>", "<tool_call>"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}^user^ {{ m.content }}\n\n{% endfor %}"
@@ -84,7 +95,6 @@ def test_added_tokens_of_text_are_matched_as_by_the_model_itself(kind: str, tmp_
         assert tokenizer.decode(ids) == text
         matched |= {*ids}
     assert {tokenizer.token_id(t) for t in ("\n\n\n", "<b>", "</b>", "\t\t")} <= matched
-    assert text_check(tokenizer).startswith("kept as written")
 
 
 @pytest.mark.parametrize("kind", ["gemma", "byte-level", "llama2-legacy"])
@@ -125,14 +135,3 @@ def test_a_control_token_that_the_vocabulary_merges_is_cut_apart(tmp_path: Path)
         found = tokenizer.encode_text(text)
         assert tokenizer.control_ids.isdisjoint(found)
         assert tokenizer.decode(found) == text
-
-
-def test_what_a_document_would_meet_is_said(tmp_path: Path) -> None:
-    refusing = tokenizer_with(tmp_path / "refuses", "byte-level", special=["|"])
-    assert text_check(refusing) == (
-        "tables: refused, the text contains '|', which this tokenizer cannot keep apart from its control token; "
-        "marks of other prompts: refused, the text contains '|', which this tokenizer cannot keep apart from its control token"
-    )
-    (tmp_path / "changes").mkdir()
-    changing = tokenizer_with(tmp_path / "changes", "joins-lines")
-    assert "line breaks: changed, '\\n\\nA new sect' is read as " in text_check(changing)

@@ -78,9 +78,10 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_a_missing_field_of_latent_attention_is_what_transformers_takes_for_it(name: str) -> None:
+def test_a_config_of_latent_attention_is_read_as_by_transformers(name: str) -> None:
     required = {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}  # null there, and of no use
-    config, spec = CONFIG_MAPPING[name](**required), spec_from_config({"model_type": name, **required})
+    config = CONFIG_MAPPING[name](**required)
+    spec = spec_from_config(config.to_diff_dict())
     latent = spec.latent
     assert latent is not None
     theirs = (
@@ -117,7 +118,7 @@ def test_a_missing_field_of_latent_attention_is_what_transformers_takes_for_it(n
 
 def test_minicpm3_without_its_factors_has_none() -> None:
     null = {"scale_depth": None, "dim_model_base": None, "scale_emb": 1}
-    spec = spec_from_config({"model_type": "minicpm3", **null})
+    spec = spec_from_config(CONFIG_MAPPING["minicpm3"]().to_diff_dict() | null)
     assert (spec.residual_scale, spec.logit_scale, spec.embedding_scale) == (1, 1, 1)
 
 

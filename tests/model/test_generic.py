@@ -14,7 +14,7 @@ from adapters import merge, write_adapter
 from cacheblend_store import ChunkStore
 from hub_models import HubModel
 from parity import QUESTION, write_documents
-from transformers import LlamaConfig, OlmoConfig, VaultGemmaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig, OlmoConfig, VaultGemmaConfig
 
 from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -84,6 +84,30 @@ def test_what_is_not_computed_as_transformers_does_is_refused(olmo: Path, how: s
     tamper(decoder.parts.model)
     with pytest.raises(UsageError, match=reason):
         check_generic(decoder)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("mamba", "mamba2", "jamba", "falcon_h1", "zamba2", "minimax", "kimi_linear", "recurrent_gemma"),
+        *(
+            "gpt2",
+            "opt",
+            "bloom",
+            "mpt",
+            "falcon",
+            "bert",
+            "t5",
+            "bart",
+            "deepseek_v32",
+            "glm_moe_dsa",
+            "longcat_flash",
+        ),
+    ],
+)
+def test_other_models_are_refused_by_their_config(kind: str) -> None:
+    with pytest.raises(UsageError, match=f"model_type '{kind}'"):
+        spec_from_config(CONFIG_MAPPING[kind]().to_dict() | {"model_type": kind})
 
 
 def test_a_model_is_checked_when_an_engine_loads_it(tmp_path: Path) -> None:

@@ -273,7 +273,6 @@ def test_what_is_not_understood_is_named(case: str, tmp_path: Path) -> None:
     ("extra", "rope"),
     [
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},

@@ -199,32 +199,32 @@ def tensor(begin: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    "content",
     [
-        (b"", "ends inside its header"),
-        (struct.pack("<Q", 2**64 - 1) + b"{}", "ends inside its header"),
-        (struct.pack("<Q", 100) + b"{}", "ends inside its header"),
-        (struct.pack("<Q", 2) + b"{x", "not valid JSON"),
-        (struct.pack("<Q", 2) + b"\xff\xff", "not valid JSON"),
-        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
-        (header(a=tensor(0, 8)) + bytes(7), "its tensors end at byte"),
-        (header(a=tensor(0, 8)) + bytes(9), "its tensors end at byte"),
-        (header(a=tensor(0, 8), b=tensor(4, 12)) + bytes(12), "b begins at byte"),
-        (header(a=tensor(0, 8), b=tensor(9, 17)) + bytes(17), "b begins at byte"),
-        (header(a=tensor(1, 9)) + bytes(9), "a begins at byte"),
-        (header(a=tensor(0, 8, [3])) + bytes(8), "has 8 bytes instead of 12"),
-        (header(a=tensor(8, 0)) + bytes(8), "has -8 bytes"),
-        (header(a=tensor(0, 8, [2**62, 2**62])) + bytes(8), "has 8 bytes instead of"),
-        (header(a=tensor(0, 8, [10**18] * 1000)) + bytes(8), "has 8 bytes instead of"),
-        (header(a=tensor(0, 1, [3], "F4")) + bytes(1), "has 1 bytes instead of 1.5"),
-        *((header(a=made) + bytes(8), "no known dtype, shape and data_offsets") for made in (
+        b"",
+        struct.pack("<Q", 2**64 - 1) + b"{}",
+        struct.pack("<Q", 100) + b"{}",
+        struct.pack("<Q", 2) + b"{x",
+        struct.pack("<Q", 2) + b"\xff\xff",
+        struct.pack("<Q", 2) + b"[]",
+        header(a=tensor(0, 8)) + bytes(7),
+        header(a=tensor(0, 8)) + bytes(9),
+        header(a=tensor(0, 8), b=tensor(4, 12)) + bytes(12),
+        header(a=tensor(0, 8), b=tensor(9, 17)) + bytes(17),
+        header(a=tensor(1, 9)) + bytes(9),
+        header(a=tensor(0, 8, [3])) + bytes(8),
+        header(a=tensor(8, 0)) + bytes(8),
+        header(a=tensor(0, 8, [2**62, 2**62])) + bytes(8),
+        header(a=tensor(0, 8, [10**18] * 1000)) + bytes(8),
+        header(a=tensor(0, 1, [3], "F4")) + bytes(1),
+        *(header(a=made) + bytes(8) for made in (
             tensor(0, 8, dtype="F33"), tensor(0, 8, dtype=["F32"]), tensor(0, 8, [-2]), tensor(0, 8, [True, 2]),
             tensor(0, 8, [2.0]), tensor(0, 8, 2), tensor(-8, 0), tensor("0", "8"), tensor(0, None), [], 3, {},
         )),
     ],
 )  # fmt: skip
-def test_a_safetensors_header_with_other_offsets(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_safetensors_header_with_other_offsets(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m").write_bytes(content)
-    with pytest.raises(UsageError, match=told) as refused:
+    with pytest.raises(UsageError) as refused:
         safetensors_offsets(tmp_path / "m")
     assert refused.value.message.startswith(f"{tmp_path}/m is not a readable safetensors file: ")

@@ -97,7 +97,7 @@ with torch.backends.mkldnn.verbose(2):
         product(torch.ones(rows, 64, dtype=torch.bfloat16))
 """
     environment = {name: value for name, value in os.environ.items() if name not in CACHES}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "documents", ROOT / "store", ROOT / "kernels")))
     told = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout

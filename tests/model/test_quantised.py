@@ -107,6 +107,7 @@ def test_it_is_transformers_with_the_dequantised_weights(
     ("config", "told"),
     [
         ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
         (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size = [128]"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),

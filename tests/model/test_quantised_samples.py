@@ -49,7 +49,7 @@ def test_a_weight_is_read_as_its_library_reads_it(sample: str, step: int, tmp_pa
     ours = read(tmp_path, held, config, step)
     assert ours.dtype == torch.float32
     assert theirs.abs().max() > 0.1
-    assert (ours - theirs).abs().max() <= (1e-7 if sample != "int8" else 1e-4)  # int8 is read in float16 there
+    assert (ours - theirs).abs().max() <= 1e-7
 
 
 @pytest.mark.parametrize("powers", [None, torch.float8_e8m0fnu, torch.uint8])
@@ -68,23 +68,6 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(powers: torch.dtype | No
 @pytest.mark.parametrize(
     ("sample", "change", "told"),
     [
-        ("nf4", lambda t: t.update({"layer.weight": t["layer.weight"][:-1]}), "expected half of 2560 bytes"),
-        ("nf4", lambda t: t.pop("layer.weight.absmax"), "layer.weight.absmax is not read: it is missing"),
-        (
-            "nf4 nested",
-            lambda t: t.update({"layer.weight.nested_absmax": torch.ones(3)}),
-            "expected shape [1], got [3]",
-        ),
-        (
-            "nf4",
-            lambda t: t.update({"layer.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),
-            "lacks the shape or block size",
-        ),
-        (
-            "int8",
-            lambda t: t.update({"layer.weight_format": torch.tensor(2, dtype=torch.uint8)}),
-            "weight_format",
-        ),
         ("packed 4 bits", lambda t: t.update({"layer.weight_shape": torch.tensor([40, 80])}), "[40, 80]"),
         ("int8 asymmetric", lambda t: t.pop("layer.weight_zero_point"), "weight_zero_point"),
         ("fp8 tensor", lambda t: t.update({"layer.weight_scale": torch.ones(1).to(torch.int32)}), "I32"),

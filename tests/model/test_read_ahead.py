@@ -23,7 +23,7 @@ def test_a_start_remembers_the_files_that_it_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(read_ahead, "_read", read.append)
     start = EngineConfig(str(tmp_path / "m"))
     write_checkpoint(tmp_path / "m", "llama-gqa")
-    assert read_ahead.read_ahead(start) is None
+    assert read_ahead.read_ahead(start.model, start.dtype, start.weight_dtype) is None
     Runtime.load(start)
     weights = os.path.realpath(tmp_path / "m/model.safetensors")
     monkeypatch.chdir(tmp_path)
@@ -33,7 +33,7 @@ def test_a_start_remembers_the_files_that_it_read(tmp_path: Path, monkeypatch: p
         (replace(start, dtype="float32"), []),
         (replace(start, model="other"), []),
     ):
-        if (thread := read_ahead.read_ahead(asked)) is not None:
+        if (thread := read_ahead.read_ahead(asked.model, asked.dtype, asked.weight_dtype)) is not None:
             thread.join()
         assert read == files
         read.clear()

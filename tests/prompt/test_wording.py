@@ -148,7 +148,7 @@ def test_a_damaged_template_is_told_whatever_is_asked_of_it(tmp_path: Path) -> N
     ("template", "says", "hint"),
     [
         ("{% for t in tools %}{{ t }}{% endfor %}{{ tools | length }}{{ messages[-1]['content'] }}",
-         "requires tools", "chat_template.jinja"),
+         "TypeError", "chat_template"),
         ("{{ 1 / 0 }}{{ messages[-1]['content'] }}", "ZeroDivisionError", "chat_template"),
         ("{{ datetime + '' }}{{ messages[-1]['content'] }}", "datetime", "--template-var"),
     ],

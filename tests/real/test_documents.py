@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cacheblend_documents.conversion import converter_process
+from cacheblend_documents.limited_process import LimitedProcess
 from document_recall import measured, median, sample, tenth_percentile
 from real_packages import documents
-
-from cacheblend_cli.corpus.converters.process import ConverterProcess
 
 pytestmark = pytest.mark.real
 MOST_FILES = 150  # of a kind
@@ -21,15 +21,15 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[ConverterProcess]:
-    converters = ConverterProcess()
-    yield converters
-    converters.close()
+def process() -> Iterator[LimitedProcess]:
+    process = converter_process()
+    yield process
+    process.close()
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_recall(kind: str, process: ConverterProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recall(kind: str, process: LimitedProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """Files with an omission that is said, and files that programs cannot read, do not count against a kind."""
     report = measured(kind, sample(documents(KINDS[kind]), MOST_FILES), process)
     if not report.measures:

@@ -45,7 +45,7 @@ class Setup:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.file = name, gguf_file(name)
-        self.engine = Engine.load(EngineConfig(model=str(self.file), dtype="float32", kv_dtype="float32"))
+        self.engine = Engine.load(EngineConfig(model=str(self.file), dtype="float32", kv_dtype="exact"))
         for number, page in enumerate(pages()):
             (folder / f"{number}.md").write_text(page)
         self.store = ChunkStore.open(folder / "store", mode="write")

@@ -44,9 +44,9 @@ def test_files_are_converted_by_name_or_media_type(server: Any) -> None:
 def test_office_files_are_accepted_with_and_without_a_media_type(server: Any) -> None:
     office = "application/vnd.openxmlformats-officedocument"
     for name, data, media in (
-        ("prices.xlsm", files.xlsx(), "application/vnd.ms-excel.sheet.macroEnabled.12"),
-        ("plan.potx", files.pptx(), f"{office}.presentationml.template"),
-        ("letter.dotx", files.docx(), f"{office}.wordprocessingml.template"),
+        ("prices.xlsx", files.xlsx(), f"{office}.spreadsheetml.sheet"),
+        ("plan.pptx", files.pptx(), f"{office}.presentationml.presentation"),
+        ("letter.docx", files.docx(), f"{office}.wordprocessingml.document"),
         ("letter.rtf", rb"{\rtf1 Mara leads billing}", "application/rtf"),
     ):
         named = name.replace(".", "-")

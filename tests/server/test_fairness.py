@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from cacheblend_documents.limited_process import LimitedProcess
 
 from cacheblend_cli.cancellation import Cancellation, Cancelled
 from cacheblend_cli.corpus.embedding import Embedder
-from cacheblend_cli.limited_process import LimitedProcess
 from cacheblend_cli.server import document_routes, embedding_routes
 from cacheblend_cli.server.server_state import LIGHT_CHARACTERS
 

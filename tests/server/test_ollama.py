@@ -118,7 +118,6 @@ def test_a_stream_is_json_lines(server: Any) -> None:
         ("chat", {"messages": [*ASKED, {"role": "tool", "tool_name": "f", "content": "3"}]}, "messages.1.role"),
         ("chat", {"messages": ASKED, "think": True}, "think"),
         ("chat", {"messages": ASKED, "think": "high"}, "think"),
-        ("chat", {"messages": ASKED, "keep_alive": "soon"}, "keep_alive"),
         ("chat", {"messages": ASKED, "format": "xml"}, "format"),
         ("chat", {"messages": ASKED, "options": {"temperature": -1}}, "options.temperature"),
         ("chat", {"messages": ASKED, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
@@ -153,7 +152,7 @@ def test_tools_are_not_called_and_not_claimed(server: Any) -> None:
 
 def test_values_that_change_nothing_are_accepted() -> None:
     options = OptionsIn(
-        mirostat=0, typical_p=1.0, tfs_z=1.0, repeat_last_n=64, mirostat_tau=5.0, num_gpu=1, penalize_newline=False
+        mirostat=0, typical_p=1.0, tfs_z=1.0, repeat_last_n=64, mirostat_tau=5.0, penalize_newline=False
     )
     options.check()
     for text in ("5m", "-1", "1h30m", "0", "2.5s"):

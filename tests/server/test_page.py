@@ -15,7 +15,7 @@ from omitting import leave_out
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.events import Text
+from cacheblend_cli.types import Piece
 
 PAGES = {
     "billing": "the lead of billing is Mara and she works in Bergen, near the harbor, with a parrot at home",
@@ -304,7 +304,7 @@ def test_answers_are_stopped_and_made_again(server: Any, page: Page, monkeypatch
         if begun.is_set():  # an answer that ends by itself could not be stopped
             stopped.wait(60)
         events = step(core)
-        if any(isinstance(event, Text) for _, event in events):
+        if any(isinstance(event, Piece) for _, event in events):
             begun.set()
         return events
 

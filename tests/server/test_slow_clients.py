@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from cacheblend_cli.engine import async_engine
 from cacheblend_cli.server import http_server
-from cacheblend_cli.server.http_server import ConnectionLimits, LimitedProtocol, LoopErrors
+from cacheblend_cli.server.http_server import ConnectionLimits, LimitedProtocol
 from cacheblend_cli.sockets import socket_of
 
 HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -233,16 +233,6 @@ def test_a_client_that_does_not_read_is_cut_off(start: Any, log: Any) -> None:
         assert not server.thread.is_alive()
     assert [record.levelname for record in log.records if record.name == "cacheblend"] == ["WARNING"]
     assert not any(record.exc_info for record in log.records)  # uvicorn may say that it cut the connection
-
-
-def test_accept_errors_are_logged_once(log: Any) -> None:
-    handler, loop = LoopErrors(), asyncio.new_event_loop()
-    for _ in range(5):
-        handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "too many files")})
-    assert len(log.records) == 1
-    handler(loop, {"message": "another fault"})
-    assert len(log.records) == 2
-    loop.close()
 
 
 def test_nonsense_on_the_command_lines_socket_is_not_logged(server: Any, log: Any) -> None:

@@ -13,13 +13,13 @@ from cacheblend_store.format.codecs import (
     check_finite,
     coded,
     coded_unchecked,
-    decode_kv,
     encode_kv,
     is_lossless,
     rotated,
 )
 from cacheblend_store.format.levels import BITS, bits_of, levels_of
 from cacheblend_store.writer import with_digests
+from decoded import decode_kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_blob import read_layer
@@ -32,22 +32,23 @@ HALF_STEP = {
     "bfloat16": 2.0**-8,
     "float16": 2.0**-11,
     "float8_e4m3": 2.0**-4,
-    "float8_e5m2": 2.0**-3,
 }  # of a value
-SPACING = {"float8_e4m3": 448 * 2.0**9, "float8_e5m2": 57344 * 2.0**16}  # the largest number by the smallest
+SPACING = {"float8_e4m3": 448 * 2.0**9}  # the largest number by the smallest
 ERROR_OF_BITS = {
-    8: 0.0064,
     7: 0.0128,
     6: 0.0255,
     5: 0.05,
     4: 0.097,
     3: 0.187,
 }  # of a row of normally distributed values, to its size
-ERRORS = {codec: tuple(ERROR_OF_BITS[bits] for bits in of) for codec, of in BITS.items()}
+FEW_BITS = ("int7", "int4")
+ERRORS = {codec: tuple(ERROR_OF_BITS[bits] for bits in BITS[codec]) for codec in FEW_BITS}
 
 
 def round_trip(k: Tensor, v: Tensor, codec: str) -> tuple[Tensor, Tensor]:
-    return decode_kv(load(encode_kv(k, v, codec)), codec, v.shape[-1])  # safetensors reads what is written here
+    return decode_kv(
+        load(encode_kv(k, v, codec)), codec, k.shape[-1], v.shape[-1]
+    )  # safetensors reads what is written here
 
 
 def bounds(k: Tensor, v: Tensor, codec: str) -> tuple[Tensor, Tensor]:
@@ -65,7 +66,7 @@ def bounds(k: Tensor, v: Tensor, codec: str) -> tuple[Tensor, Tensor]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    codec=st.sampled_from([codec for codec in CODECS if codec not in BITS]),
+    codec=st.sampled_from([codec for codec in CODECS if codec not in FEW_BITS]),
     num_tokens=st.integers(1, 97),
     heads=st.integers(1, 3),
     dim=st.sampled_from([2, 8, 64]),
@@ -91,7 +92,7 @@ def relative(x: Tensor, back: Tensor, zero: Tensor | float = 0.0) -> Tensor:
     return (x - back).double().norm(dim=-1) / (x - zero).double().norm(dim=-1)
 
 
-@pytest.mark.parametrize("codec", BITS)
+@pytest.mark.parametrize("codec", FEW_BITS)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (20, 20), (64, 512), (256, 256), (16, 33)])
 def test_an_error_of_few_bits_is_a_normal_distributions(codec: str, dims: tuple[int, int]) -> None:
     """Whatever the size of heads (80 and 96 are no powers of two, MLA's latents are wider than its position keys), the
@@ -108,7 +109,7 @@ def test_an_error_of_few_bits_is_a_normal_distributions(codec: str, dims: tuple[
         assert errors.max() < 4 * usual
 
 
-@pytest.mark.parametrize("codec", BITS)
+@pytest.mark.parametrize("codec", FEW_BITS)
 def test_channels_and_tokens_of_their_own_size_cost_no_others(codec: str) -> None:
     torch.manual_seed(0)
     k, v = torch.randn(2, 256, 2, 64)
@@ -123,7 +124,7 @@ def test_channels_and_tokens_of_their_own_size_cost_no_others(codec: str) -> Non
     assert relative(k, k_back, k.mean(0)).max() < 4 * k_error
 
 
-@pytest.mark.parametrize("codec", BITS)
+@pytest.mark.parametrize("codec", FEW_BITS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 def test_equal_tokens_and_a_single_one_are_their_mean(codec: str, num_tokens: int) -> None:
     torch.manual_seed(0)
@@ -138,7 +139,7 @@ def test_equal_tokens_and_a_single_one_are_their_mean(codec: str, num_tokens: in
     )
 
 
-@pytest.mark.parametrize("codec", BITS)
+@pytest.mark.parametrize("codec", FEW_BITS)
 def test_what_fits_no_level_is_scaled_by_its_largest_value(codec: str) -> None:
     """A row of one direction of the rotation: after it, all is in one channel."""
     v = torch.ones(4, 1, 64) * torch.tensor([1.0, -3.0, 1e-3, 0.0])[:, None, None]
@@ -171,14 +172,14 @@ def test_levels_are_those_of_lloyd_and_max() -> None:
         assert list(levels) == [-level for level in reversed(levels)]
 
 
-@pytest.mark.parametrize("codec", BITS)
+@pytest.mark.parametrize("codec", FEW_BITS)
 def test_latents_have_the_bits_of_their_keys(codec: str) -> None:
     """Latents (MLA) are multiplied as keys, too; their position keys are few."""
     assert len(set(bits_of(codec, 64, 512))) == 1
     assert 0 <= sum(bits_of(codec, 64, 512)) - sum(bits_of(codec, 64)) <= 1
 
 
-@pytest.mark.parametrize(("codec", "most"), [("int8", 8.3), ("int7", 6.8), ("int6", 6.3), ("int4", 4.3), ("int3", 3.4)])
+@pytest.mark.parametrize(("codec", "most"), [("int7", 6.8), ("int4", 4.3)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (8, 128)])
 def test_bits_a_value(codec: str, most: float, heads: int, dim: int) -> None:
     size = blob_size(blob_spec(codec, 512, heads, dim))
@@ -208,12 +209,8 @@ def test_what_is_not_finite_is_kept_or_refused_and_spreads_nowhere(codec: str, b
 
 
 def test_values_beyond_a_codecs_range_are_refused() -> None:
-    k = torch.full((3, 2, 8), 70_000.0)
-    with pytest.raises(CodecError, match=r"7e\+04.*float16"):
-        encode_kv(k, k, "float16")
-    assert torch.equal(round_trip(k, k, "float32")[0], k)
     huge = torch.tensor([-3e38, 3e38]).repeat(4).expand(3, 2, 8)
-    for codec in BITS:
+    for codec in FEW_BITS:
         for k, v in ((huge, torch.zeros(3, 2, 8)), (torch.zeros(3, 2, 8), huge * torch.ones(1))):
             with pytest.raises(CodecError, match="too large"):
                 encode_kv(k * torch.tensor([1.0, -1.0, 1.0])[:, None, None], v, codec)
@@ -228,8 +225,8 @@ def test_layers_encoded_together_are_those_encoded_alone(codec: str, dims: tuple
     k[1, :, :, 7] *= 30
     k[2, 3] *= 1000
     v[0, 5], v[1, 6], v[2] = 3.0, 0.0, 0.0  # rows that a wider scale suits, and empty ones
-    tensors, excess = coded_unchecked(k, v, codec)
-    assert excess.tolist() == [[0.0, 0.0]] * 4
+    tensors, is_finite = coded_unchecked(k, v, codec)
+    assert is_finite.tolist() == [[True, True]] * 4
     for layer in range(4):
         alone = coded(k[layer], v[layer], codec)
         assert alone.keys() == tensors.keys()
@@ -238,20 +235,20 @@ def test_layers_encoded_together_are_those_encoded_alone(codec: str, dims: tuple
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 70_000.0, 3e38])
-def test_excess_names_the_layer_that_does_not_fit(codec: str, bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_a_flag_names_the_layer_that_does_not_fit(codec: str, bad: float) -> None:
     """And the other layers are what they are without it."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 3, 20, 2, 8)
     good, _ = coded_unchecked(k, v, codec)
     v[1, 4, 0, :2] = bad
-    tensors, excess = coded_unchecked(k, v, codec)
+    tensors, is_finite = coded_unchecked(k, v, codec)
     refusals = [
         _refusal(lambda: coded(k[1], v[1], codec)),
-        _refusal(lambda: check_finite(excess.flatten().tolist(), codec)),
+        _refusal(lambda: check_finite(is_finite, codec)),
     ]
     assert refusals[0] == refusals[1]
-    assert excess.flatten().nonzero().flatten().tolist() == ([3] if refusals[0] else [])
+    assert is_finite.logical_not().flatten().nonzero().flatten().tolist() == ([3] if refusals[0] else [])
     for name, tensor in tensors.items():
         assert torch.equal(tensor[::2].view(torch.uint8), good[name][::2].view(torch.uint8))
 
@@ -264,7 +261,7 @@ def _refusal(call: Callable[[], object]) -> tuple[str, str | None] | None:
     return None
 
 
-@pytest.mark.parametrize("codec", BITS)
+@pytest.mark.parametrize("codec", FEW_BITS)
 def test_a_flipped_bit_anywhere_is_found(codec: str) -> None:
     """In codes, scales and means, and in the header."""
     torch.manual_seed(0)

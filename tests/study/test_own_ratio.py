@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -11,13 +10,13 @@ from types import ModuleType
 
 import pytest
 from checkpoints import WORDS, write_checkpoint
+from study_modules import study_modules
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        module = importlib.import_module("own_ratio")
+    with study_modules() as load, pytest.MonkeyPatch.context() as patch:
+        module = load("own_ratio")
         patch.setattr(module, "STUDY", tmp_path / "study")
         yield module
 
@@ -61,6 +60,3 @@ def test_both_halves_are_measured_once_and_shown(
     assert [len(kl) for kl in made] == [3, 3]
     page = (tmp_path / "study" / "own_ratio.md").read_text()
     assert f"| model | musique | 0.3 | 3 | {sum(made[1]) / 3:.3f} + " in page
-    profile = script.profile_of(model["made"])
-    chosen = f"{profile.choice.ratio:g}" if profile.choice else "full prefill"
-    assert page.count(f"| model | musique | {chosen} |") >= 1

@@ -12,7 +12,6 @@ from prefill_bench import Bench
 from selector_checks import check_probe_ignores_pool, check_probe_leaves_nothing
 from study_modules import study_modules
 
-from cacheblend_cli.blend import policy
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.rows import rows_of
@@ -71,26 +70,6 @@ def test_a_draft_takes_the_tokens_before_a_peak_too(research: ModuleType, monkey
 
 class _Anything:
     prompt, probe_layers = None, frozenset[int]()
-
-
-def test_a_nucleus_stops_when_its_share_is_covered(
-    research: ModuleType, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = torch.tensor([8.0, 4.0, 2.0, 1.0] + [0.0] * 8)
-    candidates = Candidates(torch.arange(12), torch.zeros(12).long(), torch.arange(12))
-    found = []
-
-    def prefilled(count: int) -> None:
-        found.append(policy.choose(scores, count, candidates).tolist())
-
-    monkeypatch.setattr(research.Engine, "hold_prefill", prefilled)
-    for share, count in ((0.5, 12), (0.8, 12), (0.81, 12), (0.9, 1)):
-        research.nucleus(share)(count)
-    assert found == [[0], [0, 1], [0, 1, 2], [0]], "and never more than the ratio allows"
-    monkeypatch.undo()
-    blend = BlendParams(selector="query", ratio=0.5)
-    some = len(bench.prefill(blend, run=research.nucleus(0.3)).result.chosen)
-    assert 0 < some < len(bench.prefill(blend).result.chosen)
 
 
 def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(

@@ -3,7 +3,6 @@ measured."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +10,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from study_modules import STUDY, study_modules
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import FULL, Results
 from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.samples import Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
-from cacheblend_cli.types import BlendParams
+from cacheblend_cli.types import AskRequest, BlendParams
 
-MODULES = ("run", "results", "report", "sets", "settings", "published", "variants", "claims")
+MODULES = ("run", "results", "report", "questions", "sets", "settings", "kv_codecs")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def study() -> Iterator[dict[str, ModuleType]]:
     """Its modules by name."""
     with study_modules(register=True) as load, pytest.MonkeyPatch.context() as patch:
         modules = {name: load(name) for name in MODULES}
-        patch.setattr(modules["sets"], "NEEDLE_SETS", 16)
+        patch.setattr(modules["questions"], "NEEDLE_SETS", 16)
         yield modules
 
 
@@ -60,7 +61,7 @@ def test_every_set_is_the_same_each_time(study: dict[str, ModuleType], data: Pat
     made = {name: one.samples(data) for name, one in sets.items()}
     assert {name: one.samples(data) for name, one in sets.items()} == made
     assert [len(made["musique"][0].contexts), len(made["musique-10"][0].contexts), len(made["rag"])] == [4, 10, 1]
-    for name, chunks in (("needles-2k", 4), ("tracking-2k", 4), ("needles-7k", 13), ("tracking-7k", 13)):
+    for name, chunks in (("needles-2k", 4), ("tracking-2k", 4), ("needles-7k", 13)):
         assert {len(sample.contexts) for sample in made[name]} == {chunks}
 
 
@@ -83,9 +84,8 @@ def test_the_code_asked_for_is_said_once_and_not_in_the_first_chunk(
         assert sum(c.text.count("The access code of") for c in sample.contexts) == 2 * len(sample.contexts)
 
 
-@pytest.mark.parametrize("name", ["tracking-2k", "tracking-7k"])
-def test_the_value_asked_for_is_reached_over_three_chunks(study: dict[str, ModuleType], data: Path, name: str) -> None:
-    for sample in study["sets"].study_sets()[name].samples(data):
+def test_the_value_asked_for_is_reached_over_three_chunks(study: dict[str, ModuleType], data: Path) -> None:
+    for sample in study["sets"].study_sets()["tracking-2k"].samples(data):
         asked, links = sample.question.split()[3], 0
         while True:
             [told] = [c.text for c in sample.contexts if f"{asked} has the " in c.text]
@@ -106,13 +106,28 @@ def test_pages_are_paragraphs_that_tile_their_passage(study: dict[str, ModuleTyp
             assert "".join(c.text for c in paragraphs) == whole.contexts[page].text + "\n\n"
 
 
+def test_a_pair_is_the_default_prompt_with_a_second_exact_chunk(
+    study: dict[str, ModuleType], data: Path, model: Path, tmp_path: Path
+) -> None:
+    engine = Engine.load(EngineConfig(model=str(model), device="cpu", dtype="float32", block_size=16))
+    sample, plans = study["questions"].pairs(data, words=8)[0], {}
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        chunks = SampleChunks(engine, store, [sample])
+        for context in ("sink", "document"):
+            chunks.store([sample], [context])
+            plans[context] = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, context))).plan
+    assert [c.status for c in plans["sink"].chunks] == ["exact", *["blended"] * 3]
+    assert [c.status for c in plans["document"].chunks] == [*["exact"] * 2, *["blended"] * 2]
+    assert plans["document"].token_ids == plans["sink"].token_ids
+
+
 def test_layouts_keep_the_context_in_which_chunks_were_collected(
     study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ("the lead of billing is Mara ", "she works in Bergen ", "she keeps a parrot ", "Jonas leads ", "at home ")
     samples = [Sample("who?", ("Mara",), pages(["a", "a", "a", "b", "b"], texts), {"across": a}) for a in (True, False)]
-    monkeypatch.setattr(study["sets"], "spellable_samples", lambda: samples)
-    whole, shuffled, headless = study["sets"].layouts().values()
+    monkeypatch.setattr(study["questions"], "spellable_samples", lambda: samples)
+    whole, shuffled, headless = study["questions"].layouts().values()
     assert whole == samples
     assert all({*s.contexts} == {*t.contexts} for s, t in zip(whole, shuffled, strict=True))
     assert any(s.contexts != t.contexts for s, t in zip(whole, shuffled, strict=True))
@@ -153,8 +168,8 @@ def test_a_run_goes_on_from_its_records_and_fills_its_page(
     default, reuse = rows["query, regression 0.15"], rows["reuse"]
     assert "less_default" not in default
     assert reuse["less_default"][1] <= reuse["less_default"][0] <= reuse["less_default"][2]
-    for name in ("kl", "kl_median", "kl_p90"):
-        assert reuse[name][1] <= reuse[name][0] <= reuse[name][2]
+    assert reuse["kl"][1] <= reuse["kl"][0] <= reuse["kl"][2]
+    assert 0 < reuse["kl_median"] <= reuse["kl_p90"]
     page = (out / "report.md").read_text()
     assert page.count("| query, regression |") == 2  # at .15, and over all ratios
     assert f"| CacheBlend | 0.15 | {rows['CacheBlend 0.15']['work']:.1%} |" in page
@@ -196,7 +211,7 @@ def test_fewer_bits_cost_more_and_a_run_goes_on(
     tmp_path: Path,
     blended: bool,
 ) -> None:
-    codecs, out, records = importlib.import_module("kv_codecs"), tmp_path / "codecs.json", tmp_path / "records.jsonl"
+    codecs, out, records = study["kv_codecs"], tmp_path / "codecs.json", tmp_path / "records.jsonl"
     flags = ["--data", str(data), "--model", str(model), "--records", str(records), "--out", str(out)]
     for questions, lines in ((1, None), (2, None), (2, 0)):
         before = records.read_text() if records.exists() else ""
@@ -208,10 +223,11 @@ def test_fewer_bits_cost_more_and_a_run_goes_on(
         assert added == (len(codecs.CODECS) + 2 * blended if lines is None else 0)
     rows = {row["codec"]: row for row in json.loads(out.read_text())["model"]}
     assert {row["questions"] for row in rows.values()} == {2}
-    assert rows["int8"]["kl"][0] < rows["int3"]["kl"][0] or blended
+    most, fewest = codecs.CODECS[0], codecs.CODECS[-1]
+    assert rows[most]["kl"][0] < rows[fewest]["kl"][0] or blended
     if blended:
         assert rows["exact"]["kl"][0] < rows["reuse exact"]["kl"][0]
-        assert abs(rows["int8"]["minus_exact"][0]) < rows["exact"]["kl"][0]
+        assert abs(rows[most]["minus_exact"][0]) < rows["exact"]["kl"][0]
 
 
 def test_the_first_token_of_every_setting_is_timed(study: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -243,7 +259,7 @@ def test_answers_are_compared_over_questions_that_full_prefill_answers(study: di
 
 
 def test_the_office_is_asked_over_all_of_its_pages_in_several_orders(study: dict[str, ModuleType]) -> None:
-    samples = study["sets"].office(2)
+    samples = study["questions"].office(2)
     half = len(samples) // 2
     assert all(any(s.answers[0] in c.text for c in s.contexts) for s in samples)
     assert [s.question for s in samples[:half]] == [s.question for s in samples[half:]]

@@ -39,7 +39,8 @@ Cli = Callable[..., CommandResult]
 
 def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> CommandResult:
     """Run a command in a separate process."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))}
+    paths = [str(ROOT / part) for part in ("", "documents", "store", "kernels")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     program = f"import sys; from cacheblend_cli.cli.main import run; {code}"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=100

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 from cacheblend_store import ChunkManifest, ChunkStore
-from cacheblend_store.format.codecs import coded, decode_kv, view_kv
+from cacheblend_store.format.codecs import coded
+from decoded import decode_kv, read_kv
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, planned_of
@@ -33,12 +34,11 @@ def differing_chunks(collection: Collection, store: ChunkStore) -> dict[str, str
 
 
 def _difference(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> str:
-    codec, width = manifest.codec, manifest.v_head_dim
+    codec = manifest.codec
     for layer, (k, v) in enumerate(zip(fresh.k, fresh.v, strict=True)):
         with store.read() as reader:
-            data = reader.layer(manifest, layer)
-            stored = decode_kv(view_kv(data, codec, manifest.num_tokens, *manifest.shapes[layer]), codec, width)
-        again = decode_kv(coded(k, v, codec), codec, width)
+            stored = read_kv(reader, manifest, layer)
+        again = decode_kv(coded(k, v, codec), codec, k.shape[-1], v.shape[-1])
         for part, was, now, through in zip("kv", stored, (k.float(), v.float()), again, strict=True):
             if not _worst_token(was, now) <= 2 * _worst_token(through, now) + noise:  # NaN differs
                 return f"{layer} {part}"

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cacheblend_documents.conversion import convert
+from cacheblend_documents.converted import NotConverted
+from cacheblend_documents.limited_process import LimitedProcess
 from document_references import reference_text
 from reference_sources import NoReference
-
-from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.process import ConverterProcess
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 _LEAST_WORDS = 10  # of a reference: a share of fewer says little
@@ -72,7 +72,7 @@ class Report:
         return "\n".join(lines)
 
 
-def measured(kind: str, paths: Iterable[Path], process: ConverterProcess) -> Report:
+def measured(kind: str, paths: Iterable[Path], process: LimitedProcess) -> Report:
     """Convert the files, and compare them with their references. Files with few words in the reference are left out."""
     measures, num_without = list[Measure](), 0
     for path in paths:
@@ -84,13 +84,13 @@ def measured(kind: str, paths: Iterable[Path], process: ConverterProcess) -> Rep
             num_without += 1
             continue
         try:
-            converted = process.convert(path.name, path.read_bytes())
-        except NoDocument as no:
+            converted = convert(path.name, path.read_bytes(), process=process)
+        except NotConverted as no:
             measures.append(Measure(path, 0.0, refusal=no.reason, missing=expected))
             continue
-        missing = expected - words(f"{converted.layout.title}\n{converted.text}")
+        missing = expected - words(f"{converted.title}\n{converted.text}")
         recall = 1 - missing.total() / expected.total()
-        measures.append(Measure(path, recall, converted.layout.omissions, missing=missing))
+        measures.append(Measure(path, recall, converted.omissions, missing=missing))
     return Report(kind, measures, num_without)
 
 

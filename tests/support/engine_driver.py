@@ -18,10 +18,10 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, Limits
 from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
-from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import Answer, AskRequest, BlendParams, Piece, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 WAIT_S = 60.0
@@ -38,13 +38,13 @@ class Listener:
     def __call__(self, event: Event) -> None:
         assert not self.last.done()
         self.events.append(event)
-        if isinstance(event, Text):
+        if isinstance(event, Piece) and not event.reasoning:
             self.first_text.set()
         if isinstance(event, Done | Failed):
             self.last.set_result(event)
 
     def text(self, index: int = 0) -> str:
-        return "".join(e.text for e in self.events if isinstance(e, Text) and e.index == index)
+        return "".join(e.text for e in self.events if isinstance(e, Piece) and (e.reasoning, e.index) == (False, index))
 
     def done(self) -> Done:
         last = self.last.result(WAIT_S)

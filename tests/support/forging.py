@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
+from cacheblend_store.format.codecs import encode_kv
+from decoded import read_kv
 
 
 def forge(path: Path, key: str) -> None:
@@ -13,10 +14,10 @@ def forge(path: Path, key: str) -> None:
     with ChunkStore.open(path, mode="write") as store:
         manifest = store.get_chunk(bytes.fromhex(key))
         assert manifest is not None
-        blobs, shape = [], (manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
+        blobs = []
         with store.read() as reader:
             for layer in range(manifest.num_layers):
-                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
+                k, v = read_kv(reader, manifest, layer)
                 if layer == 2:
                     v[3] = v[9]
                 blobs.append(encode_kv(k, v, manifest.codec))

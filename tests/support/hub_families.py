@@ -383,15 +383,6 @@ def fault(name: str, told: str, config: Any = None, **edit: Any) -> HubModel:
 
 
 REFUSED = [
-    *(fault(kind, f"model_type '{kind}' is not read: {why}", model_type=kind, architectures=None) for kind, why in (
-        ("jamba", "some of its layers are recurrent"), ("lfm2_vl", "some of its layers are recurrent"),
-        ("falcon_h1", "some of its layers are recurrent"), ("mamba2", "some of its layers are recurrent"),
-        ("kimi_linear", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
-        ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
-        ("gemma4_assistant", "it is a drafter"),
-        *((kind, "ALiBi (a bias by distance in place of RoPE)") for kind in ("bloom", "mpt", "falcon")),
-        ("deepseek_v32", "each of its rows attends only to the keys that an indexer picks"), ("longcat_flash", "it keeps K and V as a latent vector"),
-    )),
     HubModel("gemma 3n, the fifth stream of four", Gemma3nTextConfig, GEMMA3N, {"altup_active_idx": 4},
              refused="altup_active_idx in config.json is 4"),
     HubModel("gemma 3n, layers without a sparsity", Gemma3nTextConfig, GEMMA3N, {"activation_sparsity_pattern": [0.5]},
@@ -413,7 +404,6 @@ REFUSED = [
           auto_map={"AutoModelForCausalLM": "modeling_kimi.KimiForCausalLM"}),
     fault("latent attention with fewer KV heads", "num_key_value_heads in config.json is 2", YoutuConfig,
           **LATENT | {"num_key_value_heads": 2}),
-    fault("glm flash, two sizes of a position key", "head_dim in config.json is 16", Glm4MoeLiteConfig, **LATENT, **EXPERTS_V3, head_dim=16),
     fault("both directions", "use_bidirectional_attention = true", use_bidirectional_attention=True),
     fault("gemma 3 with a soft cap that transformers does not apply", "attn_logit_softcapping", Gemma3TextConfig,
           attn_logit_softcapping=50.0),

@@ -332,7 +332,7 @@ REFUSED = [
     HubModel("smollm3 as llama", SmolLM3Config, {"no_rope_layers": [1, 0, 1]},
              {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, refused="no_rope_layer"),
     config_fault("ministral 4", "unknown model_type 'ministral4'", model_type="ministral4"),
-    config_fault("neither type nor class", "no model_type", model_type=DROP, architectures=DROP),
+    config_fault("no type", "unknown model_type None", model_type=DROP),
     config_fault("classifier", "unknown architecture LlamaForSequenceClassification",
                  architectures=["LlamaForSequenceClassification"]),
     config_fault("two families", "unknown architecture MistralForCausalLM of model_type 'llama'",
@@ -369,7 +369,6 @@ REFUSED = [
     HubModel("torch weights", change=without_weights("pytorch_model.bin"), refused="PyTorch weights (pytorch_model.bin)"),
     HubModel("mistral's own format", change=without_weights("consolidated.safetensors"), refused="consolidated.safetensors"),
     # RoPE
-    config_fault("theta that would be lost", "rope_theta 1000000.0", **new("default", rope_theta=1e6), rope_scaling=YARN),
     config_fault("part of the head", "partial_rotary_factor", partial_rotary_factor=0.5),
     config_fault("part of the head, new", "partial_rotary_factor", **new("default", partial_rotary_factor=0.25)),
     config_fault("RoPE by kind of layer", "full_attention", Qwen3Config, rope_parameters={

@@ -12,10 +12,9 @@ from cacheblend_kernels import StoredKV
 from torch import Tensor
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-BITS = {"int8": (8, 8), "int7": (7, 6), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
-CODECS = (*PLAIN, *FLOAT8, *BITS)
-PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 3: (2, 1)}
+BITS = {"int7": (7, 6), "int4": (5, 3)}
+CODECS = (*PLAIN, "fp8", *BITS)
+PLANES = {7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 3: (2, 1)}
 
 
 def stored_kv(
@@ -31,7 +30,7 @@ def stored_kv(
 ) -> StoredKV:
     """Random K and V as a codec stores them.
 
-    Of float8 every code occurs in turn, NaNs and infinities only if asked for. num_chunks: of different
+    Of float8 every code occurs in turn, NaNs only if asked for. num_chunks: of different
     lengths; values without scales do not tell them apart.
     """
     gen = torch.Generator(device).manual_seed(seed)
@@ -41,15 +40,14 @@ def stored_kv(
         row_chunks = (torch.arange(num_rows, device=device).float() / num_rows).sqrt().mul(num_chunks).int()
     if codec in PLAIN:
         return StoredKV(*(torch.randn(shape, device=device, generator=gen).to(PLAIN[codec]) for _ in range(2)))
-    if codec in FLOAT8:
+    if codec == "fp8":
         codes = (torch.arange(num_rows * num_kv_heads * head_dim, device=device) % 256).view(shape)
         if not nan:
-            codes[codes % 128 >= (127 if codec == "fp8" else 124)] = 0
+            codes[codes % 128 == 127] = 0
         k = codes.to(torch.uint8)
-        most = 448 / torch.finfo(FLOAT8[codec]).max  # values are of one size, whatever the codec
-        of_chunks = num_chunks, num_kv_heads
-        scales = [(0.01 + torch.rand(of_chunks, device=device, generator=gen)) * most for _ in range(2)]
-        return StoredKV(k.view(FLOAT8[codec]), k.flip(0).view(FLOAT8[codec]), *scales, row_chunks=row_chunks)
+        scales = [0.01 + torch.rand(num_chunks, num_kv_heads, device=device, generator=gen) for _ in range(2)]
+        k, v = (x.view(torch.float8_e4m3fn) for x in (k, k.flip(0)))
+        return StoredKV(k, v, *scales, row_chunks=row_chunks)
     sizes = [sum(-(-head_dim * plane // 8) for plane in PLANES[bits]) for bits in BITS[codec]]
     codes = [torch.randint(0, 256, (*shape[:2], size), device=device, generator=gen) for size in sizes]
     scales = [torch.rand(shape[:2], device=device, generator=gen).bfloat16() / 2 for _ in range(2)]
@@ -63,7 +61,7 @@ def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
     k, v = stored.k, stored.v
     chunks = torch.zeros(len(k), dtype=torch.int64, device=k.device)
     chunks = chunks if stored.row_chunks is None else stored.row_chunks.long()
-    if k.dtype in FLOAT8.values():
+    if k.dtype == torch.float8_e4m3fn:
         assert stored.k_scale is not None
         assert stored.v_scale is not None
         k_scale, v_scale = (scale[chunks, :, None] for scale in (stored.k_scale, stored.v_scale))

@@ -272,12 +272,8 @@ def _cache_writes() -> Iterator[KernelVariant]:
         "bf16": "plain",
         "fp32": "plain",
         "fp8": "fp8",
-        "e5m2": "e5m2",
-        "int8": "codes",
         "int7": "codes",
-        "int6": "codes",
         "int4": "codes",
-        "int3": "codes",
     }
     for source, codec in sources.items():
         for head_dim in HEAD_DIMS:
@@ -310,7 +306,7 @@ def _cache_writes() -> Iterator[KernelVariant]:
                         **dict.fromkeys(absent),
                     },
                     4,
-                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int7", "int6"),
+                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int7", "int4"),
                     types=types,
                 )
 

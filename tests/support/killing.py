@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import IO
 
 import pytest
-
-from cacheblend_cli import limited_process
+from cacheblend_documents import limited_process
 
 
 @contextmanager

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cacheblend_documents
 import pytest
-
-from cacheblend_cli.corpus.converters.process import ConverterProcess
-from cacheblend_cli.corpus.layout import Converted, TextLayout
+from cacheblend_documents import Converted
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, omissions: Mapping[str, Sequence[str]]) -> None:
     """Convert files as plain text from now on, with these omissions by file name."""
 
-    def convert(self: ConverterProcess, name: str, data: bytes, cancellation: Any = None) -> Converted:
-        return Converted(data.decode(), TextLayout(omissions=tuple(omissions.get(name, ()))))
+    def convert(name: str, data: bytes, **_: Any) -> Converted:
+        return Converted(data.decode(), omissions=tuple(omissions.get(name, ())))
 
-    monkeypatch.setattr(ConverterProcess, "convert", convert)
+    monkeypatch.setattr(cacheblend_documents, "convert", convert)

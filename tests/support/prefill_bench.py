@@ -43,7 +43,7 @@ class Bench:
 
     def prompt(self, done: Prefilled) -> Prompt:
         """The prompt of a prefill, as the corrections get it."""
-        return Prompt(self.engine.model.decoder, done.plan, done.sequence, done.loader)
+        return Prompt(self.engine.model.decoder, done.plan, done.sequence, done.result.loader)
 
     def kv_error(self, blend: BlendParams) -> float:
         """Squared distance of the pool's K and V from full prefill's, over layers above 0."""

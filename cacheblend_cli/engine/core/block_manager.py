@@ -80,8 +80,17 @@ class BlockManager:
         return self.space.blocks_for(num_tokens) - sum(map(self.space.allocator.is_used, hit.blocks))
 
     def allocate(self, num_tokens: int, headroom: int, hit: PrefixHit) -> BlockTable:
-        """Allocate the blocks of a prompt that begins with the hit. Raises DeviceError if there are too few."""
-        return self._prefix_cache.take(hit, num_tokens, headroom)
+        """Allocate the blocks of a prompt that begins with the hit, and may grow by `headroom` tokens. Raises
+        DeviceError if there are too few."""
+        space, allocator = self.space, self.space.allocator
+        allocator.share(hit.blocks)  # first, so that allocating the rest evicts none of them
+        try:
+            count = space.blocks_for(num_tokens) - len(hit.blocks)
+            fresh = allocator.allocate(count, headroom=space.blocks_for(headroom))
+        except BaseException:
+            allocator.free(hit.blocks)
+            raise
+        return BlockTable(space, [*hit.blocks, *fresh])
 
     def keep(self, sequence: BlockTable, token_ids: list[int], origin: KVProvenance) -> None:
         """Keep the whole slices of these leading tokens, whose KV is final, as a prefix cache."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.executor import Executor
+from cacheblend_cli.engine.core.finisher import Aside, Events, Finisher
 from cacheblend_cli.engine.core.hooks import Feature
-from cacheblend_cli.engine.core.output_processor import Aside, Events, OutputProcessor
+from cacheblend_cli.engine.core.output_processor import OutputProcessor
 from cacheblend_cli.engine.core.scheduler import Proposer, Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
@@ -29,7 +30,7 @@ ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one reques
 
 @dataclass(frozen=True)
 class Features:
-    """What a core runs for features: their hooks, in order, and what proposes tokens."""
+    """Features that a core runs: their hooks, in order, and the proposer of tokens."""
 
     hooks: tuple[Feature, ...] = ()
     speculation: Callable[[Runtime], Proposer | None] = lambda runtime: None
@@ -78,16 +79,17 @@ class EngineCore:
         )
         self._executor = Executor(decoder, self.worker, slice_rows)
         is_async = runtime.async_scheduling and self.scheduler.speculation is None
-        self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async, aside)
+        self._finisher = Finisher(runtime, self.scheduler, self.counts, aside)
+        self._outputs = OutputProcessor(runtime, self.scheduler, self._finisher, self.counts, is_async)
 
     @property
     def busy(self) -> bool:
-        return self._outputs.concluding or bool(self.scheduler.states)
+        return self._finisher.concluding or bool(self.scheduler.states)
 
     @property
     def waits(self) -> bool:
         """Return whether a step has nothing to do, because every request waits for another thread."""
-        return self._outputs.waits and not self._outputs.concluding
+        return self._finisher.waits and not self._finisher.concluding
 
     def add(self, state: RequestState) -> None:
         """Admit and queue a request. Raises UsageError if it is impossible, or can never fit the pool."""
@@ -113,7 +115,7 @@ class EngineCore:
         """Run one step: end requests, compute layers of a prompt, or decode a token of every answer; and do at most
         one launch of a hook's work. Returns the requests' events, in order."""
         start = scheduled_from = time.perf_counter()
-        concluding = self._outputs.concluding
+        concluding = self._finisher.concluding
         step = self.scheduler.schedule_ahead(self._outputs.pending)
         if step is None:
             self._outputs.flush()
@@ -121,26 +123,25 @@ class EngineCore:
             step = self.scheduler.schedule()
         scheduled = time.perf_counter()
         self.counts.scheduling_s += scheduled - scheduled_from
-        output = self._executor.run(step)
-        events = self._outputs.process(step, output)
+        self._outputs.process(step, self._executor.run(step))
         end = time.perf_counter()
         self.counts.step_s += end - start
         if self.scheduler.speculation is not None and step.num_rows and not concluding:
-            self.scheduler.speculation.note(step.num_rows, end - scheduled)
+            self.scheduler.speculation.record(step.num_rows, end - scheduled)
         if not self.scheduler.states:
             self.blocks.check_idle()
-        return events
+        return self._finisher.take_events()
 
     def flush(self) -> Events:
         """Append the tokens that are drawn already, and return their events."""
         self._outputs.flush()
-        return self._outputs.take_events()
+        return self._finisher.take_events()
 
     def drop_all(self) -> list[RequestState]:
         """Drop all requests, without an event, and give back their blocks. Returns them, without further requests."""
-        dropped = [*self.scheduler.states, *self._outputs.stop_concluding()]
+        dropped = [*self.scheduler.states, *self._finisher.stop_concluding()]
         for state in dropped:
-            self._outputs.drop(state)
+            self._finisher.drop(state)
         return [state for state in dropped if state.parent is None]
 
     def close(self) -> None:

@@ -54,9 +54,9 @@ class ReasoningParser:
             close = self._tags.close
             reasoning, closed, text = text.partition(close)
             if not closed:
-                keep = max((n for n in range(1, len(close)) if reasoning.endswith(close[:n])), default=0)
-                self._held = reasoning[len(reasoning) - keep :]
-                return reasoning[: len(reasoning) - keep], ""
+                at = _begins_at(close, reasoning)
+                self._held = reasoning[at:]
+                return reasoning[:at], ""
             self._place = "between"
         if self._place == "between":
             text = text.lstrip()
@@ -111,64 +111,38 @@ class Channels:
 
 class StopStrings:
     """Ends an answer before the first stop string, which may span pieces of text; the beginning of a possible one is
-    held back. Each character is compared once with each stop string (Knuth-Morris-Pratt)."""
+    held back."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.hit = stops, "", False
-        self._borders = [_borders(stop) for stop in stops]
-        self._matched = [0] * len(stops)  # characters of each stop string that end the text so far
 
     def push(self, piece: str) -> str:
         """Return the text that can be shown. After a hit, nothing."""
-        if self.hit:
-            return ""
-        if not self._stops:
-            return piece
+        if self.hit or not self._stops:
+            return "" if self.hit else piece
         text = self._held + piece
-        end, length, self._matched = self._search(piece)
-        if length:
-            shown = text[: len(self._held) + end - length]
-            self.hit, self._held = True, ""
-            return shown
-        keep = max(self._matched)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.hit = bool(ends)
+        at = min(ends)[1] if ends else min(_begins_at(stop, text) for stop in self._stops)
+        self._held = "" if self.hit else text[at:]
+        return text[:at]
 
     def is_in(self, piece: str) -> bool:
         """Return whether pushing the piece would be a hit."""
-        return bool(self._search(piece)[1])
+        return any(stop in self._held + piece for stop in self._stops)
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
-        return "" if self.hit else held
-
-    def _search(self, piece: str) -> tuple[int, int, list[int]]:
-        """Return where in the piece the first stop string ends, its length (0 = none), and the match lengths after the
-        piece."""
-        matched = list(self._matched)
-        for at, char in enumerate(piece):
-            for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
-                n = matched[i]
-                while n and stop[n] != char:
-                    n = borders[n - 1]
-                matched[i] = n + (stop[n] == char)
-            hits = [n for n, stop in zip(matched, self._stops, strict=True) if n == len(stop)]
-            if hits:
-                return at + 1, max(hits), matched
-        return 0, 0, matched
+        return held
 
 
-def _borders(text: str) -> list[int]:
-    """Length of the longest proper prefix of each text[: i + 1] that is also its suffix."""
-    borders = [0] * len(text)
-    n = 0
-    for i in range(1, len(text)):
-        while n and text[i] != text[n]:
-            n = borders[n - 1]
-        n += text[i] == text[n]
-        borders[i] = n
-    return borders
+def _begins_at(wanted: str, text: str) -> int:
+    """Return the index from which the end of the text is a beginning of `wanted`, the text's length without one."""
+    at = text.find(wanted[0], max(0, len(text) - len(wanted) + 1))
+    while at >= 0 and not wanted.startswith(text[at:]):
+        at = text.find(wanted[0], at + 1)
+    return len(text) if at < 0 else at
 
 
 class Detokenizer:

@@ -1,5 +1,5 @@
-"""Execution of a step: gives the worker its input and collects the results. Changes no request; `output_processor.py`
-does that."""
+"""Execution of a step: gives the worker its input and collects the results, which `output_processor.py` takes. Of a
+request it changes only the blocks, which grow by the tokens to decode, and what its hooks take of the prompt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from time import perf_counter
 
 from torch import Tensor
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core.scheduler import Step
 from cacheblend_cli.engine.core.sequence import Drafts, Sequence
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.worker.prefill import PrefillInput
 from cacheblend_cli.engine.worker.sampling import tokens_of
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.model.decoder import Decoder
@@ -35,7 +36,7 @@ class Decoded:
 class StepOutput:
     """Results and failures of a step."""
 
-    prefilled: list[tuple[Sequence, PrefillOutput]] = field(default_factory=list)
+    prefilled: list[tuple[Sequence, PrefillResult]] = field(default_factory=list)
     decoded: list[Decoded] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     joined: int = 0  # short prompts that shared a launch
@@ -86,30 +87,30 @@ class Executor:
         numbers = [(s, s.prefill.number) for s in sequences if s.prefill is not None]
         if len(numbers) > 1:
             try:
-                outputs = self._advance([number for _, number in numbers], seconds)
-                output.prefilled = list(zip(sequences, outputs, strict=True))
-                output.joined = sum(out.result is not None for out in outputs)
+                results = self._advance([number for _, number in numbers], seconds)
+                output.prefilled = list(zip(sequences, results, strict=True))
+                output.joined = sum(result.is_done for result in results)
                 return
             except Exception as error:  # each is computed alone and at once, so that only the cause fails
                 output.split, seconds = 1, inf
                 logger.warning("%d prompts of one launch are computed alone: %r", len(numbers), error)
         for sequence, number in numbers:
             try:
-                output.prefilled += [(sequence, out) for out in self._advance([number], seconds)]
+                output.prefilled += [(sequence, result) for result in self._advance([number], seconds)]
             except Exception as error:
                 output.failed.append((sequence, error))
 
-    def _advance(self, numbers: list[int], seconds: float) -> list[PrefillOutput]:
+    def _advance(self, numbers: list[int], seconds: float) -> list[PrefillResult]:
         """Compute the layers that cost about one slice; within limited seconds, as many as fit, at least one."""
         if seconds == inf:
             return self._worker.prefill(numbers, self._slice_rows * len(self._decoder.layers))
         now = perf_counter()
         until = now + seconds
         while True:
-            outputs, before = self._worker.prefill(numbers, 1), now
+            results, before = self._worker.prefill(numbers, 1), now
             now = perf_counter()
-            if not outputs[0].is_paused or 2 * now - before > until:  # the next layer takes as long
-                return outputs
+            if not results[0].is_paused or 2 * now - before > until:  # the next layer takes as long
+                return results
 
     def _decode(self, step: Step, output: StepOutput) -> None:
         """Decode one token of each sequence, and its proposals. A failed batch does not affect others."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.types import Answer
 
@@ -33,7 +33,7 @@ class Hook:
     def on_prompt_logits(self, logits: Tensor) -> None:
         """Take the logits of the prompt's rows from `outputs_from` on, fp32 [n, vocab_size], in order."""
 
-    def on_slice(self, output: PrefillOutput) -> None:
+    def on_slice(self, result: PrefillResult) -> None:
         """Called after each step of the prompt's prefill."""
 
     def on_prefill(self, report: PrefillReport, export: Callable[[], KVReader]) -> Begun | None:

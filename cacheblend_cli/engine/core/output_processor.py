@@ -1,4 +1,4 @@
-"""Processing of a step's results: draws tokens, and ends prompts, answers and requests.
+"""Processing of a step's results: begins the answers of computed prompts, and draws tokens.
 
 With async scheduling, tokens drawn in a decode step are pending until the next step is queued. Only then does the host
 wait for them, append them, and end answers; results of the next step for an ended answer are dropped. An error in one
@@ -8,87 +8,47 @@ answer ends only its request.
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
-from cacheblend_cli.engine.core.report import PrefillReport, answer_of
+from cacheblend_cli.engine.core.finisher import Finisher
+from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
-from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput, draw_next
-from cacheblend_cli.engine.events import (
-    Done,
-    Early,
-    EngineStats,
-    Event,
-    Failed,
-    Reasoning,
-    Text,
-    Token,
-    ignore,
-)
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput, draw_next
+from cacheblend_cli.engine.events import EngineStats, ignore
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.memory import out_of_memory
-from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import TableInput
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.types import Answer
-
-Events = list[tuple[RequestState, Event]]
-Aside = Callable[[Callable[[], object]], Future[Any]]
-"""Runs work in another thread."""
 
 
 class OutputProcessor:
-    """Takes the results of each step, and emits the requests' events. is_async: with async scheduling. aside: runs
-    reviews, None to run them in this thread."""
+    """Takes the results of each step: computed layers of prompts, and tokens. is_async: with async scheduling."""
 
     def __init__(
-        self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats, is_async: bool, aside: Aside | None = None
+        self, runtime: Runtime, scheduler: Scheduler, finisher: Finisher, counts: EngineStats, is_async: bool
     ) -> None:
         self._runtime, self._scheduler, self._blocks = runtime, scheduler, scheduler.blocks
-        self._counts, self._is_async, self._events = counts, is_async, list[tuple[RequestState, Event]]()
-        self._concluding = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
-        self._aside, self._reviews = aside, dict[RequestState, tuple[Future[Any], Callable[[], None]]]()
+        self._finisher, self._counts, self._is_async = finisher, counts, is_async
         self.pending: dict[Sequence, Draw] = {}  # tokens that are drawn, and not appended yet
 
-    @property
-    def concluding(self) -> bool:
-        """Return whether hooks still work for requests whose answers are complete."""
-        return bool(self._concluding)
-
-    @property
-    def waits(self) -> bool:
-        """Return whether every request waits for its review."""
-        reviews = [future for future, _ in self._reviews.values()]
-        return len(reviews) == len(self._scheduler.states) > 0 and not any(future.done() for future in reviews)
-
-    def stop_concluding(self) -> list[RequestState]:
-        """Drop what is left of hooks' work. Returns the requests that it was for."""
-        states = [state for state, *_ in self._concluding]
-        self._concluding.clear()
-        return states
-
-    def process(self, step: Step, output: StepOutput) -> Events:
-        """Process a step's results. Returns the events of its requests, in order."""
-        if self._concluding:
-            self._conclude_next()
-        self._end_reviews()
+    def process(self, step: Step, output: StepOutput) -> None:
+        """Process a step's results."""
+        self._finisher.conclude_next()
+        self._finisher.end_reviews()
         for state in step.end:
-            self._end_early(state)
+            self._finisher.end_early(state)
         for sequence in step.begin:
             if not sequence.state.begun:
                 sequence.state.begun = True
-                self._emit_progress(sequence.state, 0)
+                self._finisher.emit_progress(sequence.state, 0)
         pending, self.pending = self.pending, {}
         drawn = [self._draw(decoded, output) for decoded in output.decoded]
         self.append(pending)  # the host waits for the last step here, and the device computes this one
@@ -99,56 +59,36 @@ class OutputProcessor:
                 sequence.state.request = sequence.state.request.without(error.key, error.reason)
                 self._scheduler.restart(sequence)  # to compute the chunk whose stored KV is unusable
             else:
-                self._fail(sequence.state, error)
-        for sequence, out in output.prefilled:
-            self._take_slice(sequence, out)
+                self._finisher.fail(sequence.state, error)
+        for sequence, result in output.prefilled:
+            self._take_slice(sequence, result)
         self._counts.joined += output.joined
         self._counts.split += output.split
-        return self.take_events()
 
     def flush(self) -> None:
+        """Append the tokens that are drawn already."""
         pending, self.pending = self.pending, {}
         self.append(pending)
 
-    def take_events(self) -> Events:
-        """Return the events since the last call, in order."""
-        events, self._events = self._events, []
-        return events
-
-    def drop(self, state: RequestState) -> None:
-        """Take the request out of the schedule, without an event, and give back its blocks."""
-        if state in self._scheduler.states:
-            self._scheduler.states.remove(state)
-        self._reviews.pop(state, None)
-        for sequence in list(state.unfinished):
-            sequence.release(SequenceStatus.FINISHED)
-
-    def _emit(self, state: RequestState, event: Event) -> None:
-        self._events.append((state, event))
-
-    def _emit_progress(self, state: RequestState, num_filled: int) -> None:
-        progress = state.request.progress(num_filled, is_check=state.parent is not None)
-        self._emit(state.parent or state, progress)
-
     # prompts
 
-    def _take_slice(self, sequence: Sequence, out: PrefillOutput) -> None:
+    def _take_slice(self, sequence: Sequence, result: PrefillResult) -> None:
         """Handle computed layers of a prompt. After the last ones its answers begin."""
         state, prefill = sequence.state, sequence.prefill
         if sequence.paged is None or prefill is None:  # its request failed
             return
         assert state.provenance is not None
         try:
-            self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
+            self._blocks.keep(sequence.paged, state.request.plan.token_ids[: result.num_filled], state.provenance)
             for hook in state.hooks:
-                hook.on_slice(out)
-            self._emit_progress(state, out.num_filled)
-            if out.result is not None:
-                done = PrefillReport(state.request, out.result, out.loader, out.time, prefill.hit_tokens)
+                hook.on_slice(result)
+            self._finisher.emit_progress(state, result.num_filled)
+            if result.is_done:
+                done = PrefillReport(state.request, result, prefill.hit_tokens)
                 sequence.stop_prefill()
                 self._begin_or_resume(sequence, done)
         except Exception as error:
-            self._fail(state, error)
+            self._finisher.fail(state, error)
 
     def _begin_or_resume(self, sequence: Sequence, done: PrefillReport) -> None:
         """Begin the answers of a computed prompt, or continue an answer."""
@@ -164,7 +104,7 @@ class OutputProcessor:
             else:
                 sequence.output = begun.output
         if begun is not None and begun.is_complete:
-            self._complete(sequence)
+            self._finisher.finish(sequence)
         elif begun is not None or state.done is not done:
             assert sequence.output is not None
             # tokens whose KV is not the prompt's are computed again, one per step as before, to get the same bits
@@ -172,7 +112,8 @@ class OutputProcessor:
             sequence.kv_len = min(state.num_tokens, num_tokens)
             sequence.replay = num_tokens - sequence.kv_len
         if state.done is done:
-            self._counts.stall_s += done.loader.stall_s  # waits for the load, so not before the first token is known
+            # waits for the load, so not before the first token is known
+            self._counts.stall_s += done.result.loader.stall_s
 
     def _count_prompt(self, state: RequestState, done: PrefillReport) -> None:
         state.done, counts = done, self._counts
@@ -202,7 +143,7 @@ class OutputProcessor:
         """Create the output of the sequence's answer."""
         state, sampling, index = sequence.state, sequence.state.request.sampling, sequence.index
         params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
-        on_event = partial(self._emit, state) if state.streams else ignore
+        on_event = partial(self._finisher.emit, state) if state.streams else ignore
         if state.num_answers > sampling.n:
             params = replace(params, logprobs=sampling.logprobs or 0)
         on_logits = tuple(filter(None, [hook.on_logits(index) for hook in state.hooks]))
@@ -249,7 +190,7 @@ class OutputProcessor:
         for sequence, row in decoded.rows.items():
             self._take_attention(sequence, decoded.output.attention[row])
         going = {s: draw for s, draw in draws.items() if s.status is not SequenceStatus.FINISHED}
-        if self._is_async and not self._concluding:  # no token waits for a launch of a hook
+        if self._is_async and not self._finisher.concluding:  # no token waits for a launch of a hook
             self.pending |= going
         else:
             self.append(going)
@@ -267,7 +208,7 @@ class OutputProcessor:
             for hook in sequence.state.hooks:
                 hook.on_attention(sequence.index, attention)
         except Exception as error:
-            self._fail(sequence.state, error)
+            self._finisher.fail(sequence.state, error)
 
     def _take_drafts(self, decoded: Decoded, going: Collection[Sequence], output: StepOutput) -> None:
         """Continue each answer while the token drawn is the next proposed one, whose row has the logits after it."""
@@ -300,169 +241,9 @@ class OutputProcessor:
                 if isinstance(draw, Exception):
                     raise draw
                 if not sequence.output.append(draw):
-                    self._complete(sequence)
+                    self._finisher.finish(sequence)
             except Exception as error:
-                self._fail(sequence.state, error)
-
-    # ends: an answer is completed; a request is reported, concluded and done, or fails
-
-    def _complete(self, sequence: Sequence) -> None:
-        """End a complete answer. With the last one, report the request, or run a further one before."""
-        state = sequence.state
-        if state.parent is None:
-            self._close(sequence)
-        sequence.release(SequenceStatus.FINISHED)
-        if any(state.unfinished):
-            return
-        if state.parent is None and state.num_started < state.num_answers:  # the next wave computes its prompt again
-            state.sequences.append(Sequence(state, state.num_started))
-            return
-        if state.parent is None:
-            self._review(state, partial(self._conclude, state))
-            return
-        for hook in state.hooks:
-            hook.on_complete(state.outputs)
-        self._scheduler.states.remove(state)
-        self._review(state.parent, partial(self._report, state.parent))
-
-    def _conclude(self, state: RequestState) -> None:
-        """Report a request whose answers are reviewed, or run a further one before."""
-        further = next(filter(None, [hook.on_complete(state.outputs) for hook in state.hooks]), None)
-        if further is None:
-            self._report(state)
-        else:
-            child = RequestState(further.request, state.number, state, begun=True, hooks=[further.hook])
-            child.max_new_tokens, child.num_answer_tokens = further.max_new_tokens, further.num_answer_tokens
-            child.sequences = [Sequence(child, 0)]
-            self._scheduler.add(child)
-            self._emit_progress(child, 0)
-
-    def _close(self, sequence: Sequence, early: Early | None = None) -> None:
-        """Flush an answer's text. early: reason for ending it before it is complete."""
-        assert sequence.output is not None
-        generation = sequence.output.end()
-        generation.finish_reason = early or generation.finish_reason
-        self._counts.generated += len(generation.token_ids)
-
-    def _end_early(self, state: RequestState) -> None:
-        """End a cancelled or overdue request with incomplete answers."""
-        early = state.ended
-        if state.parent is not None:  # its parent ends, too
-            self.drop(state)
-            return
-        try:
-            for sequence in list(state.unfinished):
-                if sequence.output is not None:
-                    self._close(sequence, early)
-                sequence.release(SequenceStatus.FINISHED)
-            self._review(state, partial(self._report, state, early))
-        except Exception as error:
-            self._fail(state, error)
-
-    def _review(self, state: RequestState, then: Callable[[], None]) -> None:
-        """Let the hooks review the texts of the answers, and go on with `then`."""
-        texts = [generation.text for generation in self._generations(state)]
-        work = list(filter(None, [hook.review(texts, lambda: state.cancelled) for hook in state.hooks]))
-        if work and self._aside is not None:
-            state.in_review = True
-            self._reviews[state] = self._aside(lambda: [review() for review in work]), then
-            return
-        for review in work:
-            review()
-        then()
-
-    def _end_reviews(self) -> None:
-        """Go on with the requests whose review has ended."""
-        for state, (future, then) in list(self._reviews.items()):
-            if future.done():
-                del self._reviews[state]
-                state.in_review = False
-                try:
-                    future.result()
-                    then()
-                except Exception as error:
-                    self._fail(state, error)
-
-    def _report(self, state: RequestState, early: Early | None = None) -> None:
-        """Report the answers. early: reason for ending the request with incomplete answers."""
-        work = list[Iterator[None]]()
-        try:
-            answers = self._answers(state)
-            if state.done is not None and early is None:
-                for hook in state.hooks:
-                    work += filter(None, [hook.on_done(state.done, answers, partial(self._emit, state))])
-        except Exception as error:
-            self._fail(state, error)
-            return
-        self.drop(state)
-        if work:
-            self._concluding.append((state, answers, itertools.chain(*work)))
-        else:
-            self._emit_done(state, answers, early)
-
-    def _conclude_next(self) -> None:
-        """Do the next piece of a hook's work for the first complete request; finish the request after the last one."""
-        state, answers, pieces = self._concluding.popleft()
-        try:
-            if not state.cancelled and next(pieces, "end") is None:
-                self._concluding.appendleft((state, answers, pieces))
-                return
-        except Exception as error:
-            self._emit_failed(state, error)
-        else:
-            self._emit_done(state, answers, None)
-
-    def _emit_done(self, state: RequestState, answers: list[Answer], early: Early | None) -> None:
-        if early is None:
-            self._counts.finished += 1
-        else:
-            self._counts.cancelled += 1
-        self._emit(state, Done(answers, early))
-
-    def _answers(self, state: RequestState) -> list[Answer]:
-        """Return the answers, none before the prompt is done. Emits text that was not streamed."""
-        if state.done is None:
-            return []
-        made = self._generations(state)
-        if not state.streams and state.request.sampling.logprobs is None:  # they were kept to choose the likeliest
-            for generation in made:
-                generation.logprobs = []
-        answers = [answer_of(self._runtime, state.done, generation) for generation in made]
-        for generation, answer in zip(made, answers, strict=True):
-            for hook in state.hooks:
-                hook.on_answer(state.done, generation.index, answer)
-        if not state.streams:
-            for index, generation in enumerate(made):
-                for logprob in generation.logprobs:
-                    self._emit(state, Token(logprob, index))
-                for event in (Reasoning(generation.reasoning, index), Text(generation.text, index)):
-                    if event.text:
-                        self._emit(state, event)
-        return answers
-
-    def _generations(self, state: RequestState) -> list[Generation]:
-        """Return the answers, the n likeliest if more were generated."""
-        made = [output.out for output in state.outputs]
-        if len(made) <= state.request.sampling.n:
-            return made
-        return sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
-
-    def _fail(self, state: RequestState, error: Exception) -> None:
-        """End the request, or the parent of a further one, with an error."""
-        if state.parent is not None:
-            self.drop(state)
-            state = state.parent
-        if state not in self._scheduler.states:
-            return
-        self.drop(state)
-        if isinstance(error, torch.OutOfMemoryError):
-            known = out_of_memory(error, self._runtime.decoder.device, state.num_tokens, self._runtime.memory())
-            known.__cause__, error = error, known
-        self._emit_failed(state, error)
-
-    def _emit_failed(self, state: RequestState, error: Exception) -> None:
-        self._counts.failed += 1
-        self._emit(state, Failed(error))
+                self._finisher.fail(sequence.state, error)
 
 
 def _has_drawn(sequence: Sequence, token_id: int) -> bool:

@@ -11,26 +11,22 @@ from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.device_time import DeviceTime
-from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import Answer, ChunkUse, Timing
 
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """A prompt whose KV is in the pool."""
+    """A request whose prompt's KV is in the pool: what the core and its hooks know of it."""
 
     request: Request  # as it was finally run
-    result: PrefillResult
-    loader: KVLoader  # figures of loading
-    prefill_time: DeviceTime
+    result: PrefillResult  # of the worker
     prefix_cache_tokens: int = 0  # leading tokens whose KV came from the prefix cache
 
     @property
     def prefill_s(self) -> float:
         """Seconds of the prefill on the device, waits for KV included. On a GPU this waits for its end."""
-        return self.prefill_time.seconds
+        return self.result.time.seconds
 
     @property
     def plan(self) -> PromptPlan:
@@ -50,7 +46,7 @@ class PrefillReport:
 
 def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation) -> Answer:
     """Return the answer, without reports of features. done: its prefilled prompt."""
-    request, plan, loader, chosen = done.request, done.plan, done.loader, done.result.chosen.tolist()
+    request, plan, loader, chosen = done.request, done.plan, done.result.loader, done.result.chosen.tolist()
     if generation.reasoning_cut:
         most = request.sampling.reasoning_tokens
         request.notes.append(f"the reasoning was ended after {most:,} tokens (--reasoning-tokens)")
@@ -89,7 +85,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation) -> 
         weak_match=request.weak_match,
         hits_cut=request.hits_cut,
         hits_repeated=request.hits_repeated,
-        layers=done.result.layers,
+        layers=list(done.result.layers),
         chosen=chosen,
     )
 
@@ -103,9 +99,9 @@ def _chunk_uses(done: PrefillReport, positions: list[int]) -> list[ChunkUse]:
             ChunkUse(
                 id=segment.key.hex() if segment.key else "",
                 source=segment.source,
-                tokens=len(segment.token_ids),
+                tokens=segment.num_tokens,
                 status=segment.status,
-                recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
+                recomputed=segment.num_tokens if segment.status == "computed" else recomputed,
                 start=segment.start,
                 place=chunk.citation.place,
                 headings=chunk.citation.locator.headings,

@@ -66,7 +66,7 @@ class Proposer(Protocol):
         """Return the proposals of a step that decodes these sequences."""
         ...
 
-    def note(self, num_rows: int, seconds: float) -> None:
+    def record(self, num_rows: int, seconds: float) -> None:
         """Take the time of a step that decoded num_rows rows and did nothing else."""
         ...
 

@@ -11,10 +11,10 @@ from functools import partial
 from torch import Tensor
 
 from cacheblend_cli.engine.core.detokenizer import Detokenizer
-from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
+from cacheblend_cli.engine.events import OnEvent, Token, ignore
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import Draw, Sampler, draw_together
-from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
+from cacheblend_cli.types import FinishReason, Piece, SamplingParams, TokenLogprob
 
 REPEATED_COPIES = 3
 REPEATED_TOKENS = 32  # all copies together: a ruled line or a row of zeros may be long
@@ -52,7 +52,7 @@ class Generation:
 class SequenceOutput:
     """Output state of one sequence: `draw` the next token from logits, then `append` it.
 
-    on_event: callback for Token, Reasoning and Text events, which carry `index`. on_logits: callbacks for the logits
+    on_event: callback for Token and Piece events, which carry `index`. on_logits: callbacks for the logits
     that each token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
     """
 
@@ -139,10 +139,9 @@ class SequenceOutput:
     def _emit(self, reasoning: str, answer: str) -> None:
         self.out.reasoning += reasoning
         self.out.text += answer
-        if reasoning:
-            self._on_event(Reasoning(reasoning, self._index))
-        if answer:
-            self._on_event(Text(answer, self._index))
+        for text, is_reasoning in ((reasoning, True), (answer, False)):
+            if text:
+                self._on_event(Piece(text, is_reasoning, self._index))
 
     def _close_when_used_up(self) -> None:
         used_up = self._budget is not None and self._thought >= self._budget

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from cacheblend_cli.blend.cost import at_ratio, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
@@ -19,6 +18,7 @@ from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.plan import Segment, SegmentStatus
 from cacheblend_cli.types import Answer, AutoReport, Decision, Speeds, Workload
 
 _LOAD_AGAIN = 16  # full prefills in a row
@@ -30,7 +30,7 @@ def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
         return request, AutoRatio(runtime, report)
     if not request.options.estimate_full or not _can_estimate(runtime, request):
         return request, None
-    request, report = controller_of(runtime, request).predict(request)
+    request, report = Controller(runtime, request).predict(request)
     return request, PredictedPrefill(runtime, report)
 
 
@@ -52,7 +52,7 @@ class PredictedPrefill(Hook):
         after = answers[0].timing.ttft_s - self._report.before_s
         on_gpu = self._runtime.decoder.device.type == "cuda"
         prefill_s, rest_s = (after, 0.0) if on_gpu else (report.prefill_s, max(0.0, after - report.prefill_s))
-        controller_of(self._runtime, report.request).learn(self._report, report, prefill_s, rest_s)
+        Controller(self._runtime, report.request).learn(self._report, report, prefill_s, rest_s)
 
 
 class AutoRatio(PredictedPrefill):
@@ -71,12 +71,12 @@ def full_ttft_s(decision: Decision, ttft_s: float) -> float:
 
 
 class Controller:
-    """Speeds of one model on this machine for one codec. Compute is measured once; the speed of loading is learnt from
-    blended prompts."""
+    """Decides by the speeds of the model on this machine for the request's codec, which the runtime holds. Compute is
+    measured once; the speed of loading is learnt from blended prompts."""
 
-    def __init__(self, runtime: Runtime, codec: str) -> None:
-        self._runtime, self._file = runtime, speed_file(runtime.model, codec)
-        self._speeds = read_speeds(self._file)
+    def __init__(self, runtime: Runtime, request: Request) -> None:
+        self._runtime, self._codec = runtime, request.collection.codec
+        self._file = speed_file(runtime.model, self._codec)
 
     def decide(self, request: Request) -> tuple[Request, AutoReport]:
         """Return the request at the largest ratio that loading hides, at least request.blend.ratio, or as a full
@@ -109,12 +109,14 @@ class Controller:
         Full prefills teach nothing about loading: after some of them in a row its speed is forgotten, so that a bad
         first measurement does not persist.
         """
-        speeds, runtime = self._speeds, self._runtime
+        runtime = self._runtime
+        speeds = runtime.speeds.get(self._codec) or read_speeds(self._file)
         if speeds is None:
             runtime.say(f"measuring how fast this machine is with {runtime.model.name}, once")
             return self._keep(measure_compute(runtime.decoder, runtime.config.block_size))
         if speeds.not_loaded >= _LOAD_AGAIN:
             return self._keep(replace(speeds, bytes_per_s=math.inf, not_loaded=0))
+        runtime.speeds[self._codec] = speeds
         return speeds
 
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
@@ -122,8 +124,7 @@ class Controller:
 
         Ignores a prefill that computed a damaged chunk instead of loading it: its workload was different.
         """
-        assert self._speeds is not None
-        work, loader = report.work, done.loader
+        speeds, work, loader = self._runtime.speeds[self._codec], report.work, done.result.loader
         if report.decision.mode == "full":
             predicted = estimate_full(report.speeds, work)
         elif loader.num_bytes == work.kv_bytes:
@@ -131,22 +132,15 @@ class Controller:
             predicted = estimate(report.speeds, work, ratio)
         else:
             return
-        rest_s = self._speeds.rest_s if rest_s is None else rest_s
+        rest_s = speeds.rest_s if rest_s is None else rest_s
         computed_s = prefill_s - loader.stall_s
         loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, loader.load_s)  # of the store alone
-        self._keep(learn(self._speeds, predicted.compute_s, computed_s, *loaded, rest_s))
+        self._keep(learn(speeds, predicted.compute_s, computed_s, *loaded, rest_s))
 
     def _keep(self, speeds: Speeds) -> Speeds:
-        self._speeds = speeds
+        self._runtime.speeds[self._codec] = speeds
         write_speeds(self._file, speeds)
         return speeds
-
-
-def controller_of(runtime: Runtime, request: Request) -> Controller:
-    codec = request.collection.codec
-    if codec not in runtime.controllers:
-        runtime.controllers[codec] = Controller(runtime, codec)
-    return runtime.controllers[codec]
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
@@ -158,7 +152,7 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
         raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
     if request.blend.checks:
         raise UsageError("--ratio auto chooses one ratio, but several check layers were given", "give a ratio to each")
-    return controller_of(runtime, request).decide(request)
+    return Controller(runtime, request).decide(request)
 
 
 def _can_estimate(runtime: Runtime, request: Request) -> bool:
@@ -171,48 +165,33 @@ def _can_estimate(runtime: Runtime, request: Request) -> bool:
 def workload(request: Request) -> Workload:
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
-    inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
-    fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
+    tier = None if request.store is None or request.tiered is None else request.store.tier
     return Workload(
         num_layers=model.spec.num_kv_layers,
         total=plan.num_tokens,
-        inexact=_count(inexact),
-        inexact_keys=_mean_keys(inexact),
-        fresh=_count(fresh),
-        fresh_keys=_mean_keys(fresh),
+        inexact=plan.inexact_tokens,
+        inexact_keys=_mean_keys(plan.segments, "blended"),
+        fresh=plan.fresh_tokens,
+        fresh_keys=_mean_keys(plan.segments, "computed"),
         kv_bytes=kv_bytes(request),
         kv_share=kv_share(model.spec),
         check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
         layer0_exact=request.lossless,
         probe_layers=max(policy.probe_layers) + 1 if policy.probes else 0,
         corrected=policy.correction is not None,
-        **_of_tier(request),
+        tier_bytes=0 if request.tiered is None else kv_bytes(request, request.tiered.found),
+        tier_bytes_per_s=math.inf if tier is None else tier.bytes_per_s or math.inf,
+        tier_latency_s=0.0 if tier is None else tier.latency_s,
     )
 
 
-def _of_tier(request: Request) -> dict[str, Any]:
-    tier = None if request.store is None else request.store.tier
-    if tier is None or request.tiered is None:
-        return {}
-    size, found = request.collection.chunk_bytes, request.tiered.found
-    num_bytes = sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.key in found)
-    return {
-        "tier_bytes": num_bytes,
-        "tier_bytes_per_s": tier.bytes_per_s or math.inf,
-        "tier_latency_s": tier.latency_s,
-    }
+def kv_bytes(request: Request, keys: Container[bytes | None] | None = None) -> int:
+    """Return the bytes of stored KV to load, all layers. keys: of these chunks alone."""
+    size, stored = request.collection.chunk_bytes, request.plan.stored
+    return sum(size(s.num_tokens, s.codec) for s in stored if keys is None or s.key in keys)
 
 
-def kv_bytes(request: Request) -> int:
-    """Return the bytes of stored KV to load, all layers."""
-    size = request.collection.chunk_bytes
-    return sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.token_ids)
-
-
-def _count(spans: list[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in spans)
-
-
-def _mean_keys(spans: list[tuple[int, int]]) -> float:
-    """Return the mean number of keys per row: a row at position p sees p + 1."""
-    return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))
+def _mean_keys(segments: Sequence[Segment], status: SegmentStatus) -> float:
+    """Return the mean number of keys per row of the segments with this status: a row at position p sees p + 1."""
+    own = [s for s in segments if s.status == status]
+    return sum((s.start + 1 + s.end) * s.num_tokens / 2 for s in own) / max(1, sum(s.num_tokens for s in own))

@@ -24,7 +24,7 @@ def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
 
 @dataclass(frozen=True)
 class Review:
-    """What was looked up of an answer."""
+    """Claims of an answer, looked up."""
 
     claims: list[Claim]
     unsupported: str  # line of those that no text has

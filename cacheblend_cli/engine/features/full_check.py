@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core.hooks import Begun, Further, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.features.claims import Claims
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.device_time import DeviceTime
-from cacheblend_cli.engine.worker.prefill import PrefillOutput
+from cacheblend_cli.kv.device_time import DeviceTime
 from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.types import Answer, Confirmation, Verification
 
@@ -141,9 +141,9 @@ class FullCheck(Hook):
             self._goes_on = self._output.append(self._output.draw(row))
             self._draws = self._goes_on and self._output.out.token_ids[-1] == token_id
 
-    def on_slice(self, output: PrefillOutput) -> None:
-        if output.num_filled >= self._num_prompt and not self._prompt_time.pieces:
-            self._prompt_time = output.time
+    def on_slice(self, result: PrefillResult) -> None:
+        if result.num_filled >= self._num_prompt and not self._prompt_time.pieces:
+            self._prompt_time = result.time
 
     def on_prefill(self, report: PrefillReport, export: Callable[[], KVReader]) -> Begun:
         return Begun(self._output, is_complete=not (self._replaces and self._goes_on))

@@ -1,4 +1,4 @@
-"""After an answer: mark used chunks, and store missing ones (`storing.py`)."""
+"""After an answer: mark used chunks, and store missing ones (`store_missing.py`)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class KeptChunks(Hook):
             missing = to_collect(request, missing)
         if not (request.options.save and self._store.writable) or not (missing or request.tiered):
             return None
-        from cacheblend_cli.engine.features.storing import store_missing
+        from cacheblend_cli.engine.features.store_missing import store_missing
 
         return store_missing(report, self._store, missing)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_MATCH, MOST_MATCH = 2, 8
-"""Tokens of the shortest match, and of the longest that is told from longer ones."""
+"""Tokens of the shortest match, and of the longest; more equal tokens are not counted."""
 MOST_PLACES = 64
 """Maximum places of a pair of tokens that are compared, the latest first."""
 

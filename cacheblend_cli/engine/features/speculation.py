@@ -18,20 +18,20 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.engine.core.sequence import Drafts, Sequence
 from cacheblend_cli.engine.features.prompt_lookup import LEAST_MATCH, MOST_MATCH, Match, PromptLookup
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.model.cpu import cpu_features, cpu_name
 from cacheblend_cli.model.linear import STEADY_ROWS
-from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 
 FORMAT = 1
 MOST_ROWS = 16
 """Maximum rows of a step with proposals."""
-WORTH = 1.03
+MIN_SPEEDUP = 1.03
 """Expected speed-up from which a step takes proposals."""
 ROW_COST = 0.2
 """Cost of a further row until one is measured, as a share of a step."""
-CHANCES = (0.4, 0.7, 0.8, 0.87, 0.87, 0.9, 0.93)
+PRIOR = (0.4, 0.7, 0.8, 0.87, 0.87, 0.9, 0.93)
 """Chance that the token after a match of LEAST_MATCH to MOST_MATCH tokens is the next one, before any is seen: rounded
 shares of three models' answers."""
-FORGETTING, SEEN = 0.97, 10.0  # weight of earlier observations for each later one; observations that CHANCES stand for
+DECAY, PRIOR_COUNT = 0.97, 10.0  # weight of earlier observations for each later one; observations that PRIOR stand for
 
 
 class StepCosts:
@@ -62,7 +62,7 @@ class StepCosts:
         """Return whether a step was measured."""
         return self._step_s > 0
 
-    def note(self, num_rows: int, seconds: float) -> None:
+    def record(self, num_rows: int, seconds: float) -> None:
         """Take the time of a step."""
         if num_rows > MOST_ROWS:
             return
@@ -74,7 +74,7 @@ class StepCosts:
         if num_rows == 1 or not self.known:
             self._step_s += (0.4 if self.known else 1.0) * (seconds / cost - self._step_s)
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write the file if the costs have changed."""
         costs = {rows: round(cost, 2) for rows, cost in self._costs.items() if rows > 1}
         if any(abs(cost - self._kept.get(rows, 0.0)) > 0.05 * cost for rows, cost in costs.items()):
@@ -86,23 +86,23 @@ class StepCosts:
 class Acceptance:
     """Share of right tokens after matches of LEAST_MATCH to MOST_MATCH tokens, lately."""
 
-    _right: list[float] = field(default_factory=lambda: [SEEN * chance for chance in CHANCES])
-    _seen: list[float] = field(default_factory=lambda: [SEEN] * len(CHANCES))
+    _right: list[float] = field(default_factory=lambda: [PRIOR_COUNT * chance for chance in PRIOR])
+    _seen: list[float] = field(default_factory=lambda: [PRIOR_COUNT] * len(PRIOR))
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the share for matches of num_tokens, at most MOST_MATCH are told apart."""
+        """Return the share for matches of num_tokens; longer ones count as MOST_MATCH."""
         index = min(num_tokens, MOST_MATCH) - LEAST_MATCH
         return self._right[index] / self._seen[index]
 
-    def note(self, num_tokens: int, right: bool) -> None:
+    def record(self, num_tokens: int, right: bool) -> None:
         index = min(num_tokens, MOST_MATCH) - LEAST_MATCH
-        self._right[index] = FORGETTING * self._right[index] + right
-        self._seen[index] = FORGETTING * self._seen[index] + 1
+        self._right[index] = DECAY * self._right[index] + right
+        self._seen[index] = DECAY * self._seen[index] + 1
 
 
 @dataclass(eq=False)
-class Guess:
-    """What follows the tokens of an answer according to their last match."""
+class LastMatch:
+    """The index of a sequence's tokens, and the match of its newest ones."""
 
     lookup: PromptLookup
     match: Match | None = None
@@ -124,7 +124,7 @@ class Speculation:
         self._rope, self._num_tokens = decoder.rope, num_tokens
         most_rows = MOST_ROWS if num_tokens is None else sys.maxsize
         self._most_rows = STEADY_ROWS if decoder.multiplies_by_torch else most_rows
-        self._guesses = WeakKeyDictionary[Sequence, Guess]()
+        self._last = WeakKeyDictionary[Sequence, LastMatch]()
 
     @classmethod
     def of(cls, runtime: Runtime) -> Speculation | None:
@@ -157,7 +157,7 @@ class Speculation:
                 offers.append((chance, sequence))
         offers.sort(key=lambda offer: -offer[0])
         expected = plain = float(len(sequences))
-        best, count = WORTH * plain / self.costs(len(sequences)), 0
+        best, count = MIN_SPEEDUP * plain / self.costs(len(sequences)), 0
         for index, (chance, _) in enumerate(offers[: self._most_rows - len(sequences)], start=1):
             expected += chance
             if (rate := expected / self.costs(len(sequences) + index)) > best:
@@ -165,11 +165,11 @@ class Speculation:
         taken = [sequence for _, sequence in offers[:count]]
         return {s: matches[s].followers[: taken.count(s)] for s in dict.fromkeys(taken)}
 
-    def note(self, num_rows: int, seconds: float) -> None:
-        self.costs.note(num_rows, seconds)
+    def record(self, num_rows: int, seconds: float) -> None:
+        self.costs.record(num_rows, seconds)
 
     def close(self) -> None:
-        self.costs.keep()
+        self.costs.save()
 
     def _match(self, sequence: Sequence) -> Match | None:
         """Return the match of a sequence's last tokens, after learning from the one before. None in a replay."""
@@ -177,21 +177,21 @@ class Speculation:
         assert output is not None
         if sequence.replay:
             return None
-        guess = self._guesses.get(sequence)
-        if guess is None:
-            guess = self._guesses[sequence] = Guess(PromptLookup(sequence.state.request.plan.token_ids))
+        last = self._last.get(sequence)
+        if last is None:
+            last = self._last[sequence] = LastMatch(PromptLookup(sequence.state.request.plan.token_ids))
         ids = output.out.token_ids
-        self._learn(guess, ids)
+        self._learn(last, ids)
         most = max(0, min(self._num_tokens or MOST_ROWS - 1, output.max_tokens - len(ids) - 1))
         if self._rope.regime(sequence.kv_len + 1 + most) != self._rope.regime(sequence.kv_len + 1):
             most = 0
-        guess.match, guess.num_tokens = guess.lookup.find(ids, most), len(ids)
-        return guess.match
+        last.match, last.num_tokens = last.lookup.find(ids, most), len(ids)
+        return last.match
 
-    def _learn(self, guess: Guess, ids: list[int]) -> None:
-        if guess.match is None:
+    def _learn(self, last: LastMatch, ids: list[int]) -> None:
+        if last.match is None:
             return
-        for depth, (token_id, drawn) in enumerate(zip(guess.match.followers, ids[guess.num_tokens :], strict=False)):
-            self.accepted.note(guess.match.num_tokens + depth, token_id == drawn)
+        for depth, (token_id, drawn) in enumerate(zip(last.match.followers, ids[last.num_tokens :], strict=False)):
+            self.accepted.record(last.match.num_tokens + depth, token_id == drawn)
             if token_id != drawn:
                 break

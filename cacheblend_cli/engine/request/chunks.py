@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
+from cacheblend_store.format.blobs import REMOVED
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.citations import Citation, Citations
@@ -17,6 +18,7 @@ from cacheblend_cli.engine.request.request import RequestChunk, to_compute
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
+from cacheblend_cli.settings.fields import KV_DTYPES
 from cacheblend_cli.types import Scope
 
 if TYPE_CHECKING:
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
 
 
 class ChunkRecords:
-    """Manifests and documents of chunks, each read once, in one read transaction that begins with the first of them. A
-    context manager, for one thread."""
+    """Chunks of the request's documents, and manifests and documents of stored ones, each read once, in one read
+    transaction that begins with the first of them. A context manager, for one thread."""
 
-    def __init__(self, store: ChunkStore | None, cite_first: Scope | None = None) -> None:
-        """store: None for a request without chunks. cite_first: see `Citations`."""
-        self._store, self._cite_first, self._open = store, cite_first, ExitStack()
+    def __init__(
+        self, store: ChunkStore | None, cite_first: Scope | None = None, planned: Mapping[bytes, PlannedChunk] = {}
+    ) -> None:
+        """store: None for a request without stored chunks. cite_first: see `Citations`. planned: chunks of the
+        request's documents by key, which the store may lack."""
+        self.store, self.planned, self._cite_first, self._open = store, planned, cite_first, ExitStack()
         self._found: dict[bytes, ChunkManifest | None] = {}
         self._damaged: dict[bytes, BadBlob] = {}
 
@@ -41,7 +46,7 @@ class ChunkRecords:
 
     def get(self, key: bytes) -> ChunkManifest | None:
         """Return the chunk's record, None if it is missing or damaged."""
-        if key not in self._found and self._store is not None:
+        if key not in self._found and self.store is not None:
             try:
                 self._found[key] = self._reader.manifest(key)
             except BadBlob as error:
@@ -59,6 +64,12 @@ class ChunkRecords:
             ) from damage
         raise NotFoundError(f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls")
 
+    def num_tokens(self, key: bytes) -> int:
+        """Return the length of a chunk, 0 if it is missing."""
+        if key in self.planned:
+            return len(self.planned[key].chunk.token_ids)
+        return manifest.num_tokens if (manifest := self.get(key)) else 0
+
     def has_kv(self, key: bytes) -> bool:
         manifest = self.get(key)
         return manifest is not None and manifest.has_kv
@@ -73,7 +84,7 @@ class ChunkRecords:
 
     def keys_of(self, collection: str, source: str, context: str) -> list[bytes]:
         """Return the keys of a document's chunks in order, [] if it is not stored in this context."""
-        record = None if self._store is None else self._reader.document(document_key(collection, source, context))
+        record = None if self.store is None else self._reader.document(document_key(collection, source, context))
         return [] if record is None else [chunk.key for chunk in record.chunks]
 
     @property
@@ -83,40 +94,35 @@ class ChunkRecords:
 
     @cached_property
     def _reader(self) -> StoreReader:
-        assert self._store is not None
-        return self._open.enter_context(self._store.read())
+        assert self.store is not None
+        return self._open.enter_context(self.store.read())
 
     @cached_property
     def _citations(self) -> Citations:
-        assert self._store is not None
-        return Citations(self._store, self._cite_first, self._reader)
+        assert self.store is not None
+        return Citations(self.store, self._cite_first, self._reader)
 
 
 def in_stored_codec(
     collection: Collection, prompts: Prompts, stored: ChunkRecords, keys: Sequence[bytes]
 ) -> Collection:
     """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's
-    settings name none."""
+    settings name none, and could name that one."""
     if prompts.config.kv_dtype != "auto":
         return collection
+    known = collection.prefix_codec, *KV_DTYPES
     own = (m for m in map(stored.get, keys) if m is not None and m.model == prompts.model.fingerprint)
-    first = next(own, None)
+    first = next((m for m in own if m.codec in known), None)
     return collection if first is None else collection.in_codec(first.codec)
 
 
 def request_chunks(
-    collection: Collection,
-    stored: ChunkRecords,
-    keys: Sequence[bytes],
-    planned: Mapping[bytes, PlannedChunk],
-    ranks: Mapping[bytes, int],
-    notes: list[str],
+    collection: Collection, stored: ChunkRecords, keys: Sequence[bytes], ranks: Mapping[bytes, int], notes: list[str]
 ) -> tuple[RequestChunk, ...]:
-    """Return the inputs of the chunks for this model. planned: chunks of the request's documents, which the store may
-    lack. Raises NotFoundError."""
+    """Return the inputs of the chunks for this model. Raises NotFoundError."""
     found = []
     for key in keys:
-        new = planned.get(key)
+        new = stored.planned.get(key)
         if new is not None and stored.get(key) is None:
             cited, manifest = Citation(new.source, new.chunk.index, new.chunk.locator), None
             ids = new.chunk.token_ids
@@ -140,12 +146,13 @@ def _as_input(
 ) -> tuple[ChunkInput, ChunkManifest]:
     """Return a stored chunk's input for this model, and its record.
 
-    Same model: load the KV as stored, in its codec and dtype. Other model or salt: use the text, with this model's KV
-    of it in the collection's codec, if stored and undamaged. Otherwise, and without KV, compute the chunk.
+    Same model: load the KV as stored, in its codec and dtype. Other model or salt, or a removed codec: use the text,
+    with this model's KV of it in the collection's codec, if stored and undamaged. Otherwise, and without KV, compute
+    the chunk.
     """
     model, same = collection.model, replace(collection, codec=manifest.codec)
     own = next((c for c in (same, *same.in_other_dtypes()) if c.id == manifest.collection), None)
-    if own is not None:
+    if own is not None and manifest.codec not in REMOVED:
         chunk = ChunkInput(
             manifest.key,
             manifest.source,
@@ -161,10 +168,13 @@ def _as_input(
             notes.append(f"chunk {manifest.id[:12]} was computed in {own.computed_in}: it is computed again")
             return to_compute(chunk, collection), manifest
         return (chunk if chunk.cached else to_compute(chunk, collection)), manifest
-    token_ids = tuple(model.tokenizer.encode_text(manifest.text))
+    token_ids = tuple(model.tokenizer.encode_text(manifest.text)) if own is None else manifest.token_ids
     lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
     found = [m for left in lefts if (m := stored.get(collection.key(token_ids, left)))]
     if found:
         return _as_input(collection, stored, max(found, key=lambda m: m.has_kv), notes)
-    notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
+    what = f"has no KV of this model in {collection.codec}: it is computed"
+    if own is not None:
+        what = f"is stored as {manifest.codec}, which was removed: it is computed; precompute stores it again"
+    notes.append(f"chunk {manifest.id[:12]} {what}")
     return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False), manifest

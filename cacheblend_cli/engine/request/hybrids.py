@@ -17,15 +17,16 @@ MOST_ADDED = 8192
 part of the time that computing the found chunks takes."""
 
 
-def exact_only(ask: AskRequest, name: str) -> AskRequest:
-    """Return the request with blending turned off. name: of the model. Raises UsageError for settings of blending."""
+def exact_only(ask: AskRequest, name: str) -> BlendParams:
+    """Return the request's use of stored KV without blending. name: of the model. Raises UsageError for settings of
+    blending."""
     blend = ask.blend
     if ask.options.auto or (blend.mode == "blend" and replace(blend, seed=0) != BlendParams()):
         raise UsageError(
             f"{name} has recurrent layers, which need every token in order: there is no ratio, and no selector",
             "leave --ratio, --selector and what belongs to them out: KV is restored where it is exact",
         )
-    return replace(ask, blend=replace(blend, selector="all") if blend.mode == "blend" else blend)
+    return replace(blend, selector="all") if blend.mode == "blend" else blend
 
 
 def check_reuse(request: Request) -> None:

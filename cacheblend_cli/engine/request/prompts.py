@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import date
 
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.blobs import CODECS, REMOVED
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.errors import PromptTooLong
@@ -59,8 +59,8 @@ class Prompts:
 
     def collections(self, salt: str, day: date | None) -> list[Collection]:
         """Return the collections whose chunks can be used: one per codec, or the configured one; then collections of
-        the same model in other dtypes."""
-        names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
+        the same model in other dtypes. Of chunks in removed codecs, only the text can be used."""
+        names = (*CODECS, *REMOVED) if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
         of = self.collection(salt, day=day)
         own = [of.in_codec(codec) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
@@ -102,17 +102,13 @@ class Prompts:
         budget = self.reasoning_budget(sampling)
         return sampling.max_tokens + (0 if budget is None else budget + CLOSING_ROOM)
 
-    def fits(self, num_tokens: int, headroom: int) -> bool:
-        """Return whether a prompt and the answer's `headroom` fit the model's context."""
-        return num_tokens + headroom <= self.context
-
     def check_characters(self, num_characters: int, headroom: int) -> None:
         """Raise PromptTooLong for texts that cannot fit the model's context, however they are tokenised. This is
         cheap, so it comes before all other work on a text."""
-        if self.fits(num_characters, headroom):
+        if num_characters + headroom <= self.context:
             return
         least = num_characters // self.model.tokenizer.longest_token  # takes a while the first time
-        if not self.fits(least, headroom):
+        if least + headroom > self.context:
             raise PromptTooLong(
                 f"{num_characters:,} characters are at least {least:,} tokens; the context of {self.model.name} is {self.context}",
                 "ask with fewer or shorter documents, or a shorter question",
@@ -124,7 +120,7 @@ class Prompts:
 
     def check_length(self, num_tokens: int, headroom: int) -> None:
         """Raise PromptTooLong if a prompt and the answer's `headroom` do not fit the model's context."""
-        if not self.fits(num_tokens, headroom):
+        if num_tokens + headroom > self.context:
             raise PromptTooLong(
                 f"prompt ({num_tokens} tokens) and answer (up to {headroom}) exceed the context of {self.model.name} "
                 f"({self.context} tokens)",

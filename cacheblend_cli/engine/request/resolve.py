@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,82 +46,31 @@ def resolve(
     Raises NotFoundError for a missing or damaged record and for a search without results; UsageError for an empty
     question, settings that the model lacks, and named chunks without a store; PromptTooLong, StoreErrors.
     """
-    sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
-    ask = prompts.dated(store, replace(ask, sampling=sampling))
+    ask = prompts.dated(store, replace(ask, sampling=as_the_model(ask.sampling, ask.model_sampling, prompts.model)))
     texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
     prompts.check_characters(sum(map(len, texts)), 0)
     planned = _planned(prompts, ask, collect, cancellation)
-    with ChunkRecords(store, ask.cite_first) as stored:
-        ask, found = _searched(prompts, store, stored, ask, planned, say)
-        started, notes = time.perf_counter(), found.notes
-        if store is None and any(key not in planned for key in ask.keys):
-            raise UsageError("chunks are named, and there is no store", "give --store")
-        collection = in_stored_codec(prompts.collection_of(ask), prompts, stored, ask.keys)
-        if collection.day is not None:
-            notes += age_note(collection.day)
-        chunks = request_chunks(collection, stored, ask.keys, planned, found.ranks, notes)
-        has_prefix = stored.has_kv(collection.prefix_key)
-        if (damage := stored.damage(collection.prefix_key)) is not None:
-            notes.append(not_used(collection.prefix_key, damage.message))
-    inputs = [chunk.input for chunk in chunks]
-    if in_order := bool(prompts.model.spec.recurrent):
-        from cacheblend_cli.engine.request import hybrids
+    with ChunkRecords(store, ask.cite_first, planned) as stored:
+        ask, found = _searched(prompts, stored, ask, say)
+        request = _looked_up(prompts, stored, ask, found, suffix_ids)
+    request = _with_blend(request, ask)
+    if store is not None and store.tier is not None and request.blend.mode != "full":
+        from cacheblend_cli.engine.request.tiered import with_tier
 
-        ask, ratio_from = hybrids.exact_only(ask, prompts.model.name), NO_RATIO
-    else:
-        ask, ratio_from = with_own_ratio(collection, inputs, ask, notes)
-    blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
-    if suffix_ids is None:
-        suffix_ids = collection.template.suffix_ids(ask.question, ask.history)
-    tiered, in_tier = None, set[bytes]()
-    if store is not None and store.tier is not None and blend.mode != "full":
-        from cacheblend_cli.engine.request.tiered import ask_tier, with_found
+        request = with_tier(request, store, store.tier)
+    request = _with_losses(request)
+    request.notes.extend(model_notes(prompts.model, ask.sampling))
+    if prompts.model.spec.recurrent:
+        from cacheblend_cli.engine.request.hybrids import check_reuse
 
-        num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
-
-        tiered = ask_tier(prompts, store, store.tier, collection, inputs, num_tokens, has_prefix=has_prefix)
-        in_tier = set(tiered.found) if tiered is not None else in_tier
-        inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
-    codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
-    converted = [c for c in inputs if c.cached and c.computed_in]
-    if converted:
-        notes.append(
-            f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: for "
-            f"{collection.codec} precompute again, or ask with --dtype {converted[0].computed_in}"
-        )
-    notes += model_notes(prompts.model, sampling)
-    lossless = not converted and all(is_lossless(codec, prompts.model.decoder.dtype) for codec in codecs)
-    policy_of(ask.blend, prompts.model.spec.num_kv_layers, lossless)  # raises for settings that the model lacks
-    request = Request(
-        question=ask.question,
-        collection=collection,
-        store=store,
-        suffix_ids=suffix_ids,
-        chunks=tuple(replace(chunk, input=used) for chunk, used in zip(chunks, inputs, strict=True)),
-        weak_match=found.weak,
-        hits_cut=found.num_cut,
-        hits_repeated=found.num_repeated,
-        blend=blend,
-        sampling=sampling,
-        options=ask.options,
-        prefix_cached=collection.prefix_key in in_tier or has_prefix,
-        lossless=lossless,
-        notes=notes,
-        started=started,
-        tiered=tiered,
-        ratio_from=ratio_from,
-    )
-    if in_order:
-        hybrids.check_reuse(request)
+        check_reuse(request)
     return request
 
 
 def _planned(
-    prompts: Prompts,
-    ask: AskRequest,
-    settings: Callable[[], CollectSettings] | None,
-    cancellation: Cancellation | None,
+    prompts: Prompts, ask: AskRequest, settings: Callable[[], CollectSettings] | None, cancellation: Cancellation | None
 ) -> dict[bytes, PlannedChunk]:
+    """Cut the request's documents. Returns their chunks by key."""
     if not ask.documents:
         return {}
     from cacheblend_cli.collect.settings import CollectSettings
@@ -133,24 +82,76 @@ def _planned(
     return {chunk.key: chunk for chunks in planned for chunk in chunks}
 
 
-def _searched(
-    prompts: Prompts,
-    store: ChunkStore | None,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    planned: Mapping[bytes, PlannedChunk],
-    say: Say | None,
-) -> tuple[AskRequest, Retrieved]:
+def _searched(prompts: Prompts, stored: ChunkRecords, ask: AskRequest, say: Say | None) -> tuple[AskRequest, Retrieved]:
     """Return the request with the keys of all its chunks, and the search results."""
-    keys = [*planned, *(key for key in ask.keys if key not in planned)]
+    keys = [*stored.planned, *(key for key in ask.keys if key not in stored.planned)]
     found = Retrieved()
     if ask.search is not None:
-        assert store is not None
+        assert stored.store is not None
         try:
-            found = retrieve(prompts, store, stored, replace(ask, keys=keys), planned, say)
+            found = retrieve(prompts, stored.store, stored, replace(ask, keys=keys), say)
         except NotFoundError as error:
             if not ask.search.optional:
                 raise NothingFound(error.message, error.hint) from error
             ask = replace(ask, prompt=PLAIN)
             found = Retrieved(notes=[f"{error.message}: answered without documents"])
     return replace(ask, keys=[*keys, *(key for key in found.keys if key not in keys)]), found
+
+
+def _looked_up(
+    prompts: Prompts, stored: ChunkRecords, ask: AskRequest, found: Retrieved, suffix_ids: tuple[int, ...] | None
+) -> Request:
+    """Return the request with the records of its chunks, in the collection of the KV that is stored for them."""
+    started, notes = time.perf_counter(), found.notes
+    if stored.store is None and any(key not in stored.planned for key in ask.keys):
+        raise UsageError("chunks are named, and there is no store", "give --store")
+    collection = in_stored_codec(prompts.collection_of(ask), prompts, stored, ask.keys)
+    if collection.day is not None:
+        notes += age_note(collection.day)
+    chunks = request_chunks(collection, stored, ask.keys, found.ranks, notes)
+    has_prefix = stored.has_kv(collection.prefix_key)
+    if (damage := stored.damage(collection.prefix_key)) is not None:
+        notes.append(not_used(collection.prefix_key, damage.message))
+    return Request(
+        question=ask.question,
+        collection=collection,
+        store=stored.store,
+        suffix_ids=collection.template.suffix_ids(ask.question, ask.history) if suffix_ids is None else suffix_ids,
+        chunks=chunks,
+        weak_match=found.weak,
+        hits_cut=found.num_cut,
+        hits_repeated=found.num_repeated,
+        sampling=ask.sampling,
+        options=ask.options,
+        prefix_cached=has_prefix,
+        notes=notes,
+        started=started,
+    )
+
+
+def _with_blend(request: Request, ask: AskRequest) -> Request:
+    """Return the request with its use of stored KV: as asked, or by the model's profile. Raises UsageError for settings
+    that the model lacks."""
+    model = request.collection.model
+    if model.spec.recurrent:
+        from cacheblend_cli.engine.request.hybrids import exact_only
+
+        blend, ratio_from = exact_only(ask, model.name), NO_RATIO
+    else:
+        blend, ratio_from = with_own_ratio(request.collection, request.inputs, ask, request.notes)
+    policy_of(blend, model.spec.num_kv_layers, layer0_exact=True)
+    if ask.sampling.prompt_logprobs is not None:
+        blend = BlendParams(mode="full")
+    return replace(request, blend=blend, ratio_from=ratio_from)
+
+
+def _with_losses(request: Request) -> Request:
+    """Return the request that knows whether its stored KV is what this run would compute. Notes KV in another dtype."""
+    collection, cached = request.collection, [c for c in request.inputs if c.cached]
+    if converted := [c for c in cached if c.computed_in]:
+        request.notes.append(
+            f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: for "
+            f"{collection.codec} precompute again, or ask with --dtype {converted[0].computed_in}"
+        )
+    codecs, dtype = {c.codec for c in cached} | {collection.codec}, collection.model.decoder.dtype
+    return replace(request, lossless=not converted and all(is_lossless(codec, dtype) for codec in codecs))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection as Keys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
-from typing import TYPE_CHECKING
+from itertools import chain, permutations
 
 from cacheblend_store import ChunkStore
 
@@ -14,6 +13,7 @@ from cacheblend_cli.corpus.search import (
     WEAK,
     Lookup,
     SearchHit,
+    SearchResult,
     damaged_note,
     found_elsewhere,
     more_note,
@@ -28,10 +28,6 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.types import AskRequest, SearchParams
-
-if TYPE_CHECKING:
-    from cacheblend_cli.collect.collector import PlannedChunk
-
 
 _MOST_PAIRED = 8  # best documents of which two may begin the prompt together
 
@@ -49,64 +45,22 @@ class Retrieved:
 
 
 def retrieve(
-    prompts: Prompts,
-    store: ChunkStore,
-    stored: ChunkRecords,
-    ask: AskRequest,
-    planned: Mapping[bytes, PlannedChunk],
-    say: Say | None = None,
+    prompts: Prompts, store: ChunkStore, stored: ChunkRecords, ask: AskRequest, say: Say | None = None
 ) -> Retrieved:
     """Search for the best chunks for a question, with the last turn of its history. Named chunks come before these in
-    the prompt. stored: the store's records. planned: chunks of the request's documents, by key.
+    the prompt. stored: the store's records.
 
     Raises NotFoundError with the reason if nothing is found for this model and scope, or if all matches are weak, the
     search refuses weak ones and the request names no chunks.
     """
     ask = prompts.dated(store, ask)
-    lookup = Lookup.with_weights(ask.search or SearchParams(), say)
-    # stored with the engine's own wording
     own, usable = prompts.collection(ask.salt, day=ask.day), prompts.collections(ask.salt, ask.day)
-    collections = [collection.id for collection in usable]
-    query = lookup.query or ask.question
-    if not lookup.query:
-        last = ask.history[-2:]  # question and answer; an answer to nothing is a greeting
-        lookup = replace(lookup, before=" ".join(last) if any(last[:1]) else "")
-    found = search(store, query, lookup, collections)
-    if found.num_damaged and not found.hits and say:
-        say(damaged_note(found.num_damaged))
-    if not found.hits:
-        if lookup.optional:  # nobody reads the reason, which takes a pass over all chunks
-            raise NotFoundError("nothing stored matches")
-        raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
-    if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
-        others = num_elsewhere(store, lookup.scope, collections)
-        more = "search other documents too (--all)" if others else "precompute more documents"
-        raise NotFoundError(WEAK, f"ask in other words, {more}, or --on-weak-match answer")
-
-    def size(key: bytes) -> int:
-        if key in planned:
-            return len(planned[key].chunk.token_ids)
-        return manifest.num_tokens if (manifest := stored.get(key)) else 0
-
-    headroom, fit, notes = prompts.max_new_tokens(ask.sampling), list[bytes](), list[str]()
-    named = len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history)) + sum(map(size, ask.keys))
-    room = prompts.context - headroom - named
-    for hit in found.hits:
-        if size(hit.key) <= room:
-            fit.append(hit.key)
-            room -= size(hit.key)
-    if not (fit or ask.keys):  # to be refused like a named chunk
-        fit.append(found.hits[0].key)
-        room -= size(fit[0])
-    if left := len(found.hits) - len(fit):
-        notes.append(
-            f"{left} of the {len(found.hits)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
-            f"{prompts.model.name} is {prompts.context:,} tokens, {headroom:,} of them for the answer"
-        )
-    elif found.num_more:
-        notes.append(more_note(found.num_more, lookup.k))
+    lookup = _lookup(ask, say)
+    found = _search(store, ask, lookup, own, usable, say)
+    fit, room = _fitting(prompts, own, stored, ask, found.hits)
+    notes = list(_notes(prompts, ask, lookup, found, len(fit)))
     documents = in_reading_order(found.hits, fit)
-    collection = in_stored_codec(own, prompts, stored, [key for keys in documents for key in keys])
+    collection = in_stored_codec(own, prompts, stored, list(chain(*documents)))
     if own.model.spec.recurrent and not ask.keys:
         from cacheblend_cli.engine.request.hybrids import from_beginning
 
@@ -114,15 +68,75 @@ def retrieve(
         documents = from_beginning(collection, stored, documents, source_of, room, notes)
     else:
         documents = exact_first(collection, stored, documents)
-    keys = [key for keys in documents for key in keys]
+    keys = list(chain(*documents))
     exact = exact_where_stored(collection, stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(found.hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True) if key in rank_of}
     if found.num_damaged:
         notes.append(damaged_note(found.num_damaged))
     if found.weak:
-        notes.insert(0, weak_note(store, lookup.scope, collections, len(fit)))
+        notes.insert(0, weak_note(store, lookup.scope, _ids(usable), len(fit)))
     return Retrieved(exact, ranks, notes, found.weak, found.num_cut, found.num_repeated)
+
+
+def _lookup(ask: AskRequest, say: Say | None) -> Lookup:
+    """Return the search for the question, unless it has its own query, with the last turn of the history."""
+    lookup = Lookup.with_weights(ask.search or SearchParams(), say)
+    if lookup.query:
+        return lookup
+    last = ask.history[-2:]  # question and answer; an answer to nothing is a greeting
+    return replace(lookup, query=ask.question, before=" ".join(last) if any(last[:1]) else "")
+
+
+def _search(
+    store: ChunkStore, ask: AskRequest, lookup: Lookup, own: Collection, usable: Sequence[Collection], say: Say | None
+) -> SearchResult:
+    """Search the usable collections. Raises NotFoundError, see `retrieve`."""
+    searched = _ids(usable)
+    found = search(store, lookup.query, lookup, searched)
+    if not found.hits:
+        if found.num_damaged and say:
+            say(damaged_note(found.num_damaged))
+        if lookup.optional:  # nobody reads the reason, which takes a pass over all chunks
+            raise NotFoundError("nothing stored matches")
+        raise found_elsewhere(store, lookup.query, lookup, searched) or nothing_found(store, own, usable)
+    if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
+        others = num_elsewhere(store, lookup.scope, searched)
+        more = "search other documents too (--all)" if others else "precompute more documents"
+        raise NotFoundError(WEAK, f"ask in other words, {more}, or --on-weak-match answer")
+    return found
+
+
+def _ids(collections: Sequence[Collection]) -> list[str]:
+    return [collection.id for collection in collections]
+
+
+def _fitting(
+    prompts: Prompts, own: Collection, stored: ChunkRecords, ask: AskRequest, hits: Sequence[SearchHit]
+) -> tuple[list[bytes], int]:
+    """Return the keys of the hits that fit the context beside the named chunks and the answer, and the tokens left."""
+    size, suffix_ids = stored.num_tokens, own.template.suffix_ids(ask.question, ask.history)
+    named = len(own.prefix_ids) + len(suffix_ids) + sum(map(size, ask.keys))
+    fit, room = list[bytes](), prompts.context - prompts.max_new_tokens(ask.sampling) - named
+    for hit in hits:
+        if size(hit.key) <= room:
+            fit.append(hit.key)
+            room -= size(hit.key)
+    if not (fit or ask.keys):  # to be refused like a named chunk
+        fit.append(hits[0].key)
+        room -= size(fit[0])
+    return fit, room
+
+
+def _notes(prompts: Prompts, ask: AskRequest, lookup: Lookup, found: SearchResult, num_fit: int) -> Iterator[str]:
+    """Say how many hits are left out of the prompt, or how many more match."""
+    if left := len(found.hits) - num_fit:
+        yield (
+            f"{left} of the {len(found.hits)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
+            f"{prompts.model.name} is {prompts.context:,} tokens, {prompts.max_new_tokens(ask.sampling):,} of them for the answer"
+        )
+    elif found.num_more:
+        yield more_note(found.num_more, lookup.k)
 
 
 def exact_first(collection: Collection, stored: ChunkRecords, documents: list[list[bytes]]) -> list[list[bytes]]:
@@ -132,9 +146,7 @@ def exact_first(collection: Collection, stored: ChunkRecords, documents: list[li
     """
     pairs = permutations(documents[:_MOST_PAIRED], 2)
     beginnings = [*([d] for d in documents), *([first, second] for first, second in pairs)]
-    best = max(
-        beginnings, key=lambda keys: exact_tokens(collection, stored, [k for of in keys for k in of]), default=[]
-    )
+    best = max(beginnings, key=lambda keys: exact_tokens(collection, stored, list(chain(*keys))), default=[])
     return [*best, *(d for d in documents if d not in best)]
 
 

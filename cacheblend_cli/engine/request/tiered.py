@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from cacheblend_cli.blend.cost import estimate_full
 from cacheblend_cli.blend.speeds import kv_share, read_speeds, speed_file
 from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.request.prompts import Prompts
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.tiered_source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
@@ -26,33 +25,36 @@ _FASTEST = {"cpu": 2e12, "cuda": 1e15}
 """FLOP/s that no device exceeds, for machines without measured speeds."""
 
 
-def ask_tier(
-    prompts: Prompts,
-    store: ChunkStore,
-    tier: SharedTier,
-    collection: Collection,
-    chunks: Sequence[ChunkInput],
-    num_tokens: int,
-    *,
-    has_prefix: bool,
-) -> TieredSource | None:
-    """Ask the tier for the chunks of a prompt that have no KV in the store. None if nothing is missing. The longest
-    wait for their KV is the time of a full prefill of num_tokens tokens."""
+def with_tier(request: Request, store: ChunkStore, tier: SharedTier) -> Request:
+    """Return the request with the chunks that only the tier has, unchanged if none is missing. The longest wait for
+    their KV is the time of a full prefill."""
+    collection, chunks = request.collection, request.inputs
     missing = (c for c in chunks if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids))
     wanted = [_expected(collection, c) for c in missing]
-    if collection.prefix_ids and not has_prefix:
+    if collection.prefix_ids and not request.prefix_cached:
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
-        return None
-    if not prompts.model.decoder.part.is_whole:
+        return request
+    if not collection.model.decoder.part.is_whole:
         raise UsageError(
             "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
         )
     _recall_speed(tier)
-    return TieredSource(store, tier, wanted, full_prefill_s(prompts, collection.codec, num_tokens))
+    num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(request.suffix_ids)
+    tiered = TieredSource(store, tier, wanted, full_prefill_s(collection, num_tokens))
+    found = set(tiered.found)
+    return replace(
+        request,
+        tiered=tiered,
+        prefix_cached=request.prefix_cached or collection.prefix_key in found,
+        chunks=tuple(
+            replace(c, input=_found(c.input, collection)) if c.input.key in found and not c.input.cached else c
+            for c in request.chunks
+        ),
+    )
 
 
-def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
+def _found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
     """Return a chunk of the tier as one with stored KV."""
     collected_len = len(collection.prefix_ids) + len(chunk.left_context_ids) + len(chunk.token_ids)
     decoder = collection.model.decoder
@@ -60,13 +62,12 @@ def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
     return replace(chunk, cached=True, codec=collection.codec, same_regime=regular, has_state=has_state)
 
 
-def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
+def full_prefill_s(collection: Collection, num_tokens: int) -> float:
     """Estimate the seconds of a full prefill from this machine's measured speeds, or else for the fastest device."""
-    speeds = read_speeds(speed_file(prompts.model, codec))
+    decoder, spec = collection.model.decoder, collection.model.spec
+    speeds = read_speeds(speed_file(collection.model, collection.codec))
     if speeds is None:
-        fastest = _FASTEST.get(prompts.model.decoder.device.type, _FASTEST["cuda"])
-        return 2.0 * prompts.model.decoder.num_parameters * num_tokens / fastest
-    spec = prompts.model.spec
+        return 2.0 * decoder.num_parameters * num_tokens / _FASTEST.get(decoder.device.type, _FASTEST["cuda"])
     work = Workload(spec.num_layers, num_tokens, 0, 0.0, num_tokens, num_tokens / 2, 0, kv_share(spec))
     return estimate_full(speeds, work).prefill_s
 

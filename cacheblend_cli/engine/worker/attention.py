@@ -16,7 +16,7 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 _DEEP = 12  # minimum layers for observing two of them
 
 
-class Watch(Steps):
+class AttentionObserver(Steps):
     """Observes the attention of a decode step's tokens, in the middle layer, and in deep models also the one at three
     quarters; among layers without a sliding window, if there are any.
 

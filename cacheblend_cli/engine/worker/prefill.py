@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.engine.worker.device_time import DeviceTime, Mark, mark
+from cacheblend_cli.kv.device_time import DeviceTime, Mark, mark
 from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer
 from cacheblend_cli.kv.loader import KVLoader, agree, make_loader, stored_state
 from cacheblend_cli.kv.pool import PagedSequence, upload
@@ -36,7 +36,7 @@ from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
 
 if TYPE_CHECKING:
-    from cacheblend_cli.kv.states import BlockStates
+    from cacheblend_cli.kv.block_states import BlockStates
 
 SHORT_ROWS = 16
 """Minimum rows of a slice whose products do not depend on further rows, with any layout of the weights: measured for 16
@@ -108,15 +108,6 @@ class PrefillInput:
     outputs_from: int | None = None  # first position whose logits are returned, None = the last
 
 
-@dataclass(frozen=True)
-class PrefillOutput:
-    num_filled: int  # leading positions whose KV is final
-    loader: KVLoader  # figures of loading, final once the prompt is done
-    time: DeviceTime  # of all steps so far
-    result: PrefillResult | None = None  # once the prompt is done
-    is_paused: bool = False  # between two layers of a slice
-
-
 class PrefillState:
     """Prefill of one prompt into a sequence's blocks, step by step. Its stored KV loads from `open` to `close`.
     on_logits: callback for the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises
@@ -157,20 +148,20 @@ class PrefillState:
         self._loader.close()
 
     @torch.inference_mode()
-    def whole(self, output_positions: Tensor) -> PrefillOutput:
+    def whole(self, output_positions: Tensor) -> PrefillResult:
         """Compute the whole prompt. output_positions: positions whose logits are returned."""
         start = mark(self._decoder.device)
         [result] = finish(self._blended(self._plan, output_positions.to(self._decoder.device)))
-        return self._output(result, start)
+        return self._timed(result, start)
 
-    def rest(self) -> PrefillOutput:
+    def rest(self) -> PrefillResult:
         """Compute the slices that are left. Raises BadChunk."""
         while True:
-            [output] = Launch([self]).advance(inf)
-            if output.result is not None:
-                return output
+            [result] = Launch([self]).advance(inf)
+            if result.is_done:
+                return result
 
-    def _blended(self, plan: PromptPlan, output_positions: Tensor | None = None) -> Pass[list[PrefillResult | None]]:
+    def _blended(self, plan: PromptPlan, output_positions: Tensor | None = None) -> Pass[list[PrefillResult]]:
         prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
         result = yield from blended_layers(prompt, self._policy, output_positions)
         agree(self._decoder, self._plan, self._loader.bad)
@@ -184,9 +175,9 @@ class PrefillState:
         is_last = self._done == len(self._slices) - 1
         return max(0, len(positions) - STEADY_ROWS) if is_last else len(positions)
 
-    def _result(self, hidden: Hidden | None, logits: Tensor | None) -> Pass[PrefillResult | None]:
-        """Return the prompt's result after its last slice. hidden: rows from `outputs_from` on, if logits are wanted.
-        logits: of the prompt's last row, fp32 [1, vocab_size], after the last slice."""
+    def _sliced(self, hidden: Hidden | None, logits: Tensor | None) -> Pass[PrefillResult]:
+        """Return the result of a slice. hidden: rows from `outputs_from` on, if logits are wanted. logits: of the
+        prompt's last row, fp32 [1, vocab_size], after the last slice."""
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):
@@ -194,16 +185,20 @@ class PrefillState:
                 yield 1
             if logits is not None:
                 self._on_logits(logits)
+        num_filled = self._slices[self._done].end
         if logits is None:
-            return None
+            return PrefillResult(self._loader, num_filled)
         count = sum(len(s.positions) for s in self._slices)
         layers = [LayerReport(layer.index, LayerStatus.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
-        return PrefillResult(logits, torch.empty(0, dtype=torch.int64, device=logits.device), layers)
+        return PrefillResult(self._loader, num_filled, logits, layers=layers)
 
-    def _output(self, result: PrefillResult | None, start: Mark, is_paused: bool = False) -> PrefillOutput:
-        self._time = self._time.plus(start, mark(self._decoder.device))
+    def _paused(self) -> PrefillResult:
         num_filled = self._slices[self._done - 1].end if self._done else self._plan.num_prefix_cached
-        return PrefillOutput(num_filled, self._loader, self._time, result, is_paused)
+        return PrefillResult(self._loader, num_filled, is_paused=True)
+
+    def _timed(self, result: PrefillResult, start: Mark) -> PrefillResult:
+        self._time = self._time.plus(start, mark(self._decoder.device))
+        return replace(result, time=self._time)
 
 
 class Launch:
@@ -216,20 +211,21 @@ class Launch:
         self._pass = first._blended(first._plan.filled_until(piece.start)) if piece.blended else _computed(prompts)
 
     @torch.inference_mode()
-    def advance(self, max_rows: float) -> list[PrefillOutput]:
+    def advance(self, max_rows: float) -> list[PrefillResult]:
         """Compute the next layers, at most max_rows rows x layers, at least one layer. Raises BadChunk."""
-        start, results, is_paused = mark(self._decoder.device), [None] * len(self._prompts), True
+        start, results = mark(self._decoder.device), None
         try:
             while max_rows >= 2 * (rows := next(self._pass)):  # the next layer has as many
                 max_rows -= rows
         except StopIteration as end:
-            results, is_paused = end.value, False
+            results = end.value
             for prompt in self._prompts:  # all of them, or none
                 prompt._done += 1
-        return [p._output(result, start, is_paused) for p, result in zip(self._prompts, results, strict=True)]
+        results = results or [prompt._paused() for prompt in self._prompts]
+        return [prompt._timed(result, start) for prompt, result in zip(self._prompts, results, strict=True)]
 
 
-def _computed(prompts: Sequence[PrefillState]) -> Pass[list[PrefillResult | None]]:
+def _computed(prompts: Sequence[PrefillState]) -> Pass[list[PrefillResult]]:
     """Compute the next slice of each prompt in one launch."""
     decoder = prompts[0]._decoder
     device, parts, ids, output_rows, ends = decoder.device, [], list[int](), list[int](), list[int]()
@@ -249,7 +245,7 @@ def _computed(prompts: Sequence[PrefillState]) -> Pass[list[PrefillResult | None
         last_rows = [end - 1 for end in (*ends, *ends[-1:] * (-len(ends) % STEADY_ROWS))]
         last = hidden.logits(decoder, upload(last_rows, device))
         logits = [last[i : i + 1].clone() for i in range(len(prompts))]
-    results = list[PrefillResult | None]()
+    results = list[PrefillResult]()
     for prompt, row in zip(prompts, logits, strict=True):
-        results.append((yield from prompt._result(hidden, row)))
+        results.append((yield from prompt._sliced(hidden, row)))
     return results

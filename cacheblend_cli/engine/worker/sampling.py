@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.worker.grammar import Grammar
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import to_host, upload
 from cacheblend_cli.types import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.worker.grammar import Grammar
 
 LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as greedy
 

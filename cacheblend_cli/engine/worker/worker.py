@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.worker.attention import Watch
+from cacheblend_cli.blend.prefill import PrefillResult
+from cacheblend_cli.engine.worker.attention import AttentionObserver
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.engine.worker.prefill import Launch, PrefillInput, PrefillOutput, PrefillState
+from cacheblend_cli.engine.worker.prefill import Launch, PrefillInput, PrefillState
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.pool import SequenceView, upload
 from cacheblend_cli.kv.source import KVSource
@@ -88,16 +89,16 @@ class Worker(BlockSpace):
         state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
         self._prefills[given.number] = state.open()
 
-    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillOutput]:
+    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
         """Compute the next layers of a prompt, or of several short prompts (`short_rows`) in one launch. max_rows:
         maximum rows x layers; at least a layer is computed. Raises BadChunk, after which each prompt can be computed
         alone."""
         key = tuple(numbers)
         launch = self._paused.pop(key, None) or Launch([self._prefills[number] for number in numbers])
-        outputs = launch.advance(max_rows)
-        if outputs[0].is_paused:
+        results = launch.advance(max_rows)
+        if results[0].is_paused:
             self._paused[key] = launch
-        return outputs
+        return results
 
     def end(self, number: int) -> None:
         """End the prefill with that number, if there is one."""
@@ -111,12 +112,12 @@ class Worker(BlockSpace):
         None for given.token_ids."""
         views = [self._view(table) for table in given.tables]
         observed = [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)]
-        watch = Watch(self._decoder, observed, given.kv_lens)
+        observer = AttentionObserver(self._decoder, observed, given.kv_lens)
         self._runner.begin(views, given.kv_lens, 1)
         if isinstance(self._runner, EagerRunner):
-            self._runner.steps = watch if any(given.watched) else None
+            self._runner.steps = observer if any(given.watched) else None
         tokens = upload(given.token_ids, self._decoder.device) if tokens is None else tokens
-        return DecodeOutput(self._runner.step(tokens), watch.found)
+        return DecodeOutput(self._runner.step(tokens), observer.found)
 
     @torch.inference_mode()
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:

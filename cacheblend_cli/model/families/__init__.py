@@ -13,7 +13,7 @@ from typing import Any
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.families import deepseek, gemma, llama, moe, qwen
 from cacheblend_cli.model.families.reader import Family
-from cacheblend_cli.model.families.refusals import HYBRIDS, UNSUPPORTED, check_weights, refuse_what_is_not_implemented
+from cacheblend_cli.model.families.refusals import HYBRIDS, check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.model_files import (
@@ -75,7 +75,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     check_weights(config, ours.architectures if ours else (HYBRIDS.get(name, ""),))
     if isinstance(ours, Wrapper):
         return _inner_spec(ours, config)
-    if name and ours is None and name not in UNSUPPORTED:
+    if name and ours is None:
         from cacheblend_cli.model.families.generic import generic_spec
 
         if (generic := generic_spec(config, _architectures(config))) is not None:  # imports transformers
@@ -105,15 +105,8 @@ def family_of(config: dict[str, Any]) -> Family:
     """Return the family of a config by `model_type`, as transformers' AutoModel does. `architectures` must agree."""
     model_type, names = config.get("model_type"), _architectures(config)
     known = f"known: model_type {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
-    if model_type is None:
-        family = next((f for f in FAMILIES.values() if set(names) & set(f.architectures)), None)
-        if family is None:
-            raise UsageError(f"config.json has no model_type, and the architecture {_named(names)} is unknown", known)
-        return family
     if model_type == "mistral" and "layer_types" in config:
         model_type = "ministral"  # as in transformers' AutoConfig
-    if isinstance(model_type, str) and model_type in UNSUPPORTED:
-        raise UsageError(f"model_type {model_type!r} is not read: {UNSUPPORTED[model_type]}", known)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"unknown model_type {model_type!r} (architecture {_named(names)})", known)
     family = FAMILIES[model_type]

@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.moe import checked
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder
-from cacheblend_cli.model.families.values import is_number, shown, wrong_value
+from cacheblend_cli.model.families.values import is_number, wrong_value
 from cacheblend_cli.model.spec import ExpertsSpec, LatentSpec, ModelSpec, Routing
 
 MOST_PREDICTORS = 16
@@ -19,9 +19,6 @@ MOST_PREDICTORS = 16
 def read_v2(fields: ConfigFields) -> ModelSpec:
     spec = replace(_latent_decoder(fields), interleaved=True)
     _expect(fields, "scoring_func", "softmax")
-    for name, why in (("mlp_bias", ""), ("norm_topk_prob", ": transformers reads it but does not use it")):
-        if fields.flag(name):
-            raise UsageError(f"{name} = true of a deepseek_v2 is not implemented{why}", "use another model")
     method = fields.values.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise wrong_value("topk_method", method, "greedy or group_limited_greedy")
@@ -42,9 +39,7 @@ def read_v3(fields: ConfigFields) -> ModelSpec:
 
 
 def read_glm(fields: ConfigFields) -> ModelSpec:
-    rotated, dense = fields.value("qk_rope_head_dim"), fields.integer("first_k_dense_replace", least=0)
-    if fields.values.get("head_dim", rotated) != rotated:  # two names for one field there
-        raise wrong_value("head_dim", fields.values["head_dim"], "what qk_rope_head_dim is")
+    dense = fields.integer("first_k_dense_replace", least=0)
     if fields.values.get("mlp_layer_types") is None and dense != 1:
         raise wrong_value("first_k_dense_replace", dense, "1, or mlp_layer_types given: transformers uses only that")
     return read_v3(fields)
@@ -122,8 +117,6 @@ def _with_experts(spec: ModelSpec, fields: ConfigFields, routing: Routing, *, no
 
 def _sparse_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[int, ...]:
     """Return the layers that have experts."""
-    if fields.values.get("moe_layer_freq", 1) != 1:
-        raise wrong_value("moe_layer_freq", fields.values["moe_layer_freq"], "1: transformers does not use it")
     dense = fields.integer("first_k_dense_replace", least=0)
     types = fields.values.get("mlp_layer_types")
     if types is None:
@@ -135,12 +128,8 @@ def _sparse_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _expect(fields: ConfigFields, name: str, only: str) -> None:
-    found = fields.values.get(name, only)
-    if found != only:
-        raise UsageError(
-            f"{name} in config.json is {shown(found)}; only {only} is implemented for this family",
-            "use another model",
-        )
+    if (found := fields.values.get(name, only)) != only:
+        raise wrong_value(name, found, f"{only}: no other is implemented for this family")
 
 
 _LATENT = (
@@ -149,42 +138,18 @@ _LATENT = (
 )  # fmt: skip
 _MOE = (
     *_LATENT, "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
-    "routed_scaling_factor", "norm_topk_prob", "output_router_logits",
-    "pretraining_tp", "scoring_func", "topk_method", "moe_layer_freq", "first_k_dense_replace", "num_nextn_predict_layers",
+    "routed_scaling_factor", "output_router_logits",
+    "pretraining_tp", "scoring_func", "topk_method", "first_k_dense_replace", "num_nextn_predict_layers",
 )  # fmt: skip
-_V2 = {
-    "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "max_position_embeddings": 2048, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
-}  # fmt: skip
-_V3 = _V2 | {
-    "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "max_position_embeddings": 4096, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
-}  # fmt: skip
-_GLM = _V3 | {
-    "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
-    "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
-    "n_routed_experts": 64, "moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
-    "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
-}  # fmt: skip
-_MINICPM = {
-    "vocab_size": 73448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40,
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "kv_lora_rank": 256, "q_lora_rank": 768,
-    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-}  # fmt: skip
-_YOUTU = {
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "kv_lora_rank": 512, "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
 FAMILIES = (
-    Family("deepseek_v2", ("DeepseekV2ForCausalLM", "DeepseekV2Model"), (*_MOE, "mlp_bias"), read_v2, _V2),
-    Family("deepseek_v3", ("DeepseekV3ForCausalLM", "DeepseekV3Model"), (*_MOE, "rope_interleave", "num_mtp_layers"), read_v3, _V3),
-    Family("glm4_moe_lite", ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"), (*_MOE, "rope_interleave", "mlp_layer_types"),
-           read_glm, _GLM),
+    Family("deepseek_v2", ("DeepseekV2ForCausalLM", "DeepseekV2Model"), _MOE, read_v2),
+    Family("deepseek_v3", ("DeepseekV3ForCausalLM", "DeepseekV3Model"), (*_MOE, "norm_topk_prob", "rope_interleave", "num_mtp_layers"),
+           read_v3, {"routed_scaling_factor": 2.5}),
+    Family("glm4_moe_lite", ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"), (*_MOE, "norm_topk_prob", "rope_interleave", "mlp_layer_types"),
+           read_glm, {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1}),
     Family("minicpm3", ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
-           (*_LATENT, "scale_emb", "scale_depth", "dim_model_base", "mlp_bias", "pretraining_tp"), read_minicpm, _MINICPM),
+           (*_LATENT, "scale_emb", "scale_depth", "dim_model_base", "mlp_bias", "pretraining_tp"), read_minicpm,
+           {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     Family("youtu", ("YoutuForCausalLM", "YoutuModel"), (*_LATENT, "rope_interleave", "embedding_initializer_range"),
-           read_youtu, _YOUTU),
+           read_youtu, {"tie_word_embeddings": True}),
 )  # fmt: skip

@@ -56,6 +56,12 @@ def generic_spec(config: dict[str, Any], named: list[str]) -> ModelSpec | None:
     choosing = [n for n, v in values.items() if v and any(part in n for part in CHOOSING)]
     if choosing:
         raise not_generic(model_type, f"its layers choose which keys they see ({choosing[0]} in its config)")
+    if values.get("kv_lora_rank"):
+        raise not_generic(model_type, "it keeps K and V as a latent vector (MLA)")
+    kinds = values.get("layer_types")
+    others = sorted(set(map(str, kinds)) - LAYER_TYPES.keys()) if isinstance(kinds, list) else []
+    if model_type not in HYBRIDS and others:
+        raise not_generic(model_type, f"some of its layers are not attention ({others[0]})")
     if model_type not in HYBRIDS and not getattr(transformers, architecture)._supports_attention_backend:
         raise not_generic(model_type, "its attention does not go through AttentionInterface")
     return _spec(model_type, architecture, read, config)
@@ -128,7 +134,7 @@ def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict
     if given is None and model_type in HYBRIDS:  # its layers with attention have no RoPE
         given = {"rope_type": "default", "rope_theta": 10000.0}
     if not isinstance(given, dict) or not given:
-        raise not_generic(model_type, "its config has no rope_parameters")
+        raise not_generic(model_type, "its config has no rope_parameters: K and V of other positions cannot be moved")
     by_kind = [given[kind] for kind in KINDS if kind in given]
     nested = any(isinstance(value, dict) for value in given.values())
     if nested and (len(by_kind) != len(given) or not all(isinstance(one, dict) for one in by_kind)):

@@ -11,7 +11,7 @@ from cacheblend_cli.model.families.values import shown
 
 FIELD = "quantization_config"
 HINT = (
-    "use the checkpoint it was made from, in bfloat16, float16 or float32; "
+    "use the checkpoint it was made from, with --weight-dtype int8 or int4 to quantise it, or a GGUF file; "
     f"or take {FIELD} out of config.json, if the weights are not quantised"
 )
 FP8, INT8 = "F8_E4M3", "I8"  # safetensors' names
@@ -21,9 +21,7 @@ FP8, INT8 = "F8_E4M3", "I8"  # safetensors' names
 class Quantisation:
     """Quantisation of a checkpoint's weights."""
 
-    # "scaled" (8-bit weights, or packed in int32, with scales), "gptq", "awq", "bitsandbytes" or "mxfp4" (see
-    # `split_experts`)
-    method: str
+    method: str  # "scaled" (8-bit or packed weights with scales), "gptq", "awq" or "mxfp4" (see `split_experts`)
     kind: str = INT8  # dtype of a scaled weight that is not packed
     packed: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if the scales are a grid
@@ -111,8 +109,6 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
-    # details are stored with each weight, not in the config
-    "bitsandbytes": lambda values: Quantisation("bitsandbytes"),
     "mxfp4": lambda values: Quantisation("mxfp4", bits=4, group_size=32),  # only gpt-oss's experts
 }
 

@@ -94,13 +94,6 @@ class ConfigFields:
         """Return a whole number of 1 or more, or None for null."""
         return None if self.value(name, default) is None else self.integer(name, default)
 
-    def number(self, name: str, default: float) -> float:
-        """Return a finite number of 0 or more."""
-        value = self.value(name, default)
-        if not is_number(value) or value < 0:
-            raise wrong_value(name, value, "a number of 0 or more")
-        return float(value)
-
     def factor(self, name: str, default: float) -> float:
         """Return a finite number above 0."""
         value = self.value(name, default)
@@ -164,7 +157,7 @@ def plain_decoder(fields: ConfigFields, eps: str = "rms_norm_eps", activation: s
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         activation=ACTIVATIONS[act],
-        rms_norm_eps=fields.number(eps, 1e-6),
+        rms_norm_eps=fields.factor(eps, 1e-6),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias"),

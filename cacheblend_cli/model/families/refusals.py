@@ -1,5 +1,4 @@
-"""Models that cannot be read, by model_type, and fields of config.json that no family implements: refused by name,
-never ignored."""
+"""Fields of config.json that no family implements: refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -12,44 +11,12 @@ from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import Wrapper
 
-RECURRENT = (
-    "some of its layers are recurrent or linear attention in a form that is not implemented: a state of all earlier "
-    "tokens replaces K and V"
-)
-LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another position"
-ENCODER = "it is an encoder and does not generate text"
-CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
-ASSISTANT = "it is a drafter that attends to another model's K and V and has none of its own"
-SPARSE = (
-    "each of its rows attends only to the keys that an indexer picks for it (sparse attention, DSA), which is not implemented: "
-    "stored KV would need the indexer's own keys, and a reused row would pick keys by another context"
-)
-ALIBI = "ALiBi (a bias by distance in place of RoPE) and the layouts of the families that use it are not implemented"
-LATENT = "it keeps K and V as a latent vector (MLA) in a form that is not implemented"
-
-_TYPES = {
-    RECURRENT: """
-        lfm2_vl falcon_h1 bamba jamba mamba mamba2 falcon_mamba zamba zamba2 rwkv recurrent_gemma minimax kimi_linear xlstm
-        bailing_hybrid
-    """,
-    LEARNED: "gpt2 opt gpt_bigcode gpt_neo openai-gpt xglm biogpt ctrl",
-    ENCODER: """
-        bert roberta xlm-roberta modernbert deberta deberta-v2 distilbert electra albert camembert nomic_bert mpnet eurobert
-        roformer
-    """,
-    CROSS: "t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper mllama t5gemma t5gemma2 led longt5 blenderbot bert-generation",
-    ASSISTANT: "gemma4_assistant gemma4_unified_assistant",
-    SPARSE: "deepseek_v32 glm_moe_dsa",
-    ALIBI: "bloom mpt falcon",
-    LATENT: "kimi_k25 longcat_flash axk1",
-}
 HYBRIDS = {
     "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM", "nemotron_h": "NemotronHForCausalLM", "olmo_hybrid": "OlmoHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM",
 }  # fmt: skip
 """Models some of whose layers keep a recurrent state in place of K and V, with their class in transformers."""
-UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}
 
 OTHER_QUANTISATION = ("compression_config", "quantization")  # older compressed-tensors, MLX
 
@@ -60,6 +27,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (None, False),
     "per_layer_config": (None,),
     "transformers_weights": (None,),
+    "moe_layer_freq": (None, 1),
 }
 # Parts of the names of fields that change a forward pass in some family of transformers (a test compares them with all
 # of its config classes), or in models that bring their own code. Fields known to a family are not checked here.

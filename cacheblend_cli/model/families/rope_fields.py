@@ -39,7 +39,7 @@ def rope_parameters(
 
     missing: the family's default of rope_theta and, if it can rotate a part of the head, of partial_rotary_factor.
     """
-    parameters = _chosen(config)
+    parameters = dict(_object(config, "rope_scaling") or _object(config, "rope_parameters"))
     if "type" in parameters:
         parameters.setdefault("rope_type", parameters.pop("type"))
     rope_type = parameters.setdefault("rope_type", "default")
@@ -110,21 +110,6 @@ def _set_partial(parameters: dict[str, Any], config: Mapping[str, Any], head_dim
     if rotated != head_dim:
         parameters["partial_rotary_factor"] = partial
     return rotated
-
-
-def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the effective field: `rope_scaling` if both are present."""
-    scaling, parameters = _object(config, "rope_scaling"), _object(config, "rope_parameters")
-    if not scaling:
-        return dict(parameters)
-    taken = scaling.get("rope_theta", config.get("rope_theta", THETA))
-    lost = parameters.get("rope_theta", taken)
-    if lost != taken:
-        raise UsageError(
-            f"rope_scaling in config.json replaces rope_parameters, so their rope_theta {lost} would be lost",
-            f'write "rope_theta": {lost} into rope_scaling too, or the scaling into rope_parameters',
-        )
-    return dict(scaling)
 
 
 def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -25,9 +25,7 @@ KNOWN = {
     "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned",  # whether the model was trained with the factor; the result is the same
-    "rope.scale_linear",  # the linear factor in older files
 }  # fmt: skip
-HYBRIDS = ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe")
 BIASES = {  # fields of config.json that are true if the tensor is present
     "attention_bias": (
         "blk.0.attn_q.bias",
@@ -45,11 +43,6 @@ def config_of(
     name = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model":
         raise UsageError(f"the GGUF file is not a model but a {metadata['general.type']}", "give the file of its model")
-    if name in HYBRIDS:
-        raise UsageError(
-            f"GGUF files of the architecture {name!r}, a model with recurrent layers, are not read",
-            "use the model's checkpoint in safetensors: cacheblend models pull ORGANISATION/NAME",
-        )
     if name not in ARCHITECTURES:
         raise UsageError(
             f"unknown architecture {name!r} in the GGUF file", f"known in GGUF files: {', '.join(ARCHITECTURES)}"
@@ -96,9 +89,7 @@ def _rope_of(keys: Keys, rotated: int, context: int, given: Factors) -> dict[str
     """Return RoPE's parameters. rotated: rotated channels of a head. given: the file's tensors named in FACTORS."""
     theta = keys.number("rope.freq_base", 10000.0)
     kind = keys.values.get("rope.scaling.type") or "none"
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
-    if "rope.scale_linear" in keys.values and kind == "none" and factor != 1:
-        kind = "linear"
+    factor = keys.number("rope.scaling.factor", 1.0)
     factors = given.get(ROPE_FACTORS)
     if LONG_FACTORS in given and SHORT_FACTORS in given:
         return _longrope(keys, theta, given)

@@ -1,17 +1,12 @@
-"""Descriptions of the server's models in Ollama's form: the language model and the embedding model."""
+"""Descriptions of the server's model in Ollama's form."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from cacheblend_cli.corpus.embedding import find_embedder
-from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
-from cacheblend_cli.server.api_errors import ApiError
-from cacheblend_cli.server.embedding_routes import name_of
-from cacheblend_cli.server.model_names import is_named, tagged
+from cacheblend_cli.server.model_names import check_model, tagged
 from cacheblend_cli.server.server_state import ServerState
 
 _FOREVER = "2318-01-01T00:00:00Z"
@@ -23,12 +18,6 @@ def timestamp(seconds: float | None = None) -> str:
     """Return an RFC 3339 time in UTC, by default the current one."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def check(state: ServerState, name: str) -> None:
-    """Raises ApiError if the name is not that of the language model."""
-    if not is_named(state.model, name):
-        raise ApiError(404, f"model {name[:80]!r} not found", param="model", code="model_not_found")
 
 
 def running_models(state: ServerState) -> list[dict[str, Any]]:
@@ -48,16 +37,8 @@ def running_models(state: ServerState) -> list[dict[str, Any]]:
 
 
 def show(state: ServerState, name: str) -> dict[str, Any]:
-    """Describe a model. Raises ApiError if it is not loaded here."""
-    embedder = None
-    with suppress(CacheBlendError):
-        embedder = find_embedder(state.settings.embeddings)
-    if embedder is not None and tagged(name) == tagged(name_of(state)):
-        size = {"embedding.embedding_length": embedder.dim, "embedding.context_length": embedder.most_tokens}
-        info: dict[str, Any] = {"general.architecture": "embedding", **size}
-        details = {"format": "safetensors", "family": "embedding"}
-        return _shown(_entry(state, name_of(state), 0, embedder.digest, details), info, ["embedding"], {})
-    check(state, name)
+    """Describe the language model. Raises ApiError for another name."""
+    check_model(state.model, name)
     model, engine, sampling = language_model(state), state.engine, state.sampling
     spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {
@@ -75,7 +56,15 @@ def show(state: ServerState, name: str) -> dict[str, Any]:
         f"{family}.vocab_size": spec.vocab_size,
     }
     capabilities = ["completion", "thinking"] if engine.template.may_reason else ["completion"]
-    return _shown(model, info, capabilities, defaults, engine.model.tokenizer.template_source or "")
+    return {
+        "modelfile": "\n".join([f"FROM {model['name']}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+        "template": engine.model.tokenizer.template_source or "",
+        "details": model["details"],
+        "model_info": info,
+        "capabilities": capabilities,
+        "modified_at": model["modified_at"],
+    }
 
 
 def language_model(state: ServerState) -> dict[str, Any]:
@@ -88,28 +77,7 @@ def language_model(state: ServerState) -> dict[str, Any]:
     parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     size = sum(file.stat().st_size for file in checkpoint_files(model.path))
     details = {"format": kind, "family": family, "parameter_size": parameters, "quantization_level": level}
-    return _entry(state, state.model, size, model.fingerprint, details)
-
-
-def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[str, str]) -> dict[str, Any]:
-    """Return a model list entry. size: bytes of the files. digest: identity of the weights."""
-    unset = {"parent_model": "", "parameter_size": "", "quantization_level": ""}
     return {
-        "name": tagged(name), "model": tagged(name), "modified_at": timestamp(state.started), "size": size, "digest": digest,
-        "details": {**unset, **details, "families": [details["family"]]},
+        "name": tagged(state.model), "model": tagged(state.model), "modified_at": timestamp(state.started), "size": size,
+        "digest": model.fingerprint, "details": {"parent_model": "", **details, "families": [family]},
     }  # fmt: skip
-
-
-def _shown(
-    model: dict[str, Any], info: dict[str, Any], capabilities: list[str], defaults: dict[str, Any], template: str = ""
-) -> dict[str, Any]:
-    """Return the description of a model. defaults: sampling parameters. template: Jinja source."""
-    return {
-        "modelfile": "\n".join([f"FROM {model['name']}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
-        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
-        "template": template,
-        "details": model["details"],
-        "model_info": info,
-        "capabilities": capabilities,
-        "modified_at": model["modified_at"],
-    }

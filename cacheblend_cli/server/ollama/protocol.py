@@ -3,7 +3,6 @@ refused by name."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Raw, Struct, defstruct
@@ -29,7 +28,6 @@ from cacheblend_cli.server.bodies import (
 from cacheblend_cli.server.embedding_routes import MAX_TEXTS
 from cacheblend_cli.types import MAX_STOPS
 
-_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "images": ([],), "suffix": ("",), "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,),
 }  # fmt: skip
@@ -42,19 +40,23 @@ OPTIONS = {
 """Field of AskBody -> Ollama's option with the same meaning."""
 
 
-_LOADING = {
-    Int: ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
-    bool: ("numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
-}
-"""Type -> options of how to load the model, which are accepted without effect: it is already loaded."""
+_WITHOUT_EFFECT = {
+    Int: ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "repeat_last_n", "mirostat"),
+    bool: (
+        "numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline",
+    ),
+    float: ("typical_p", "tfs_z", "mirostat_tau", "mirostat_eta"),
+}  # fmt: skip
+"""Type -> options of how to load the model, which is already loaded, and those that `OptionsIn.check` refuses if they
+would have an effect."""
 if TYPE_CHECKING:
-    LoadingOptions = Struct
+    OtherOptions = Struct
 else:
-    fields = [(name, kind | None, None) for kind, names in _LOADING.items() for name in names]
-    LoadingOptions = defstruct("LoadingOptions", fields, kw_only=True)
+    fields = [(name, kind | None, None) for kind, names in _WITHOUT_EFFECT.items() for name in names]
+    OtherOptions = defstruct("OtherOptions", fields, kw_only=True)
 
 
-class OptionsIn(LoadingOptions, forbid_unknown_fields=True, kw_only=True):
+class OptionsIn(OtherOptions, forbid_unknown_fields=True, kw_only=True):
     """Ollama's options. num_predict below 0: the server's limit."""
 
     seed: Int | None = None
@@ -67,15 +69,6 @@ class OptionsIn(LoadingOptions, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-
-    # refused unless they have no effect
-    repeat_last_n: Int | None = None
-    typical_p: float | None = None
-    tfs_z: float | None = None
-    mirostat: Int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    penalize_newline: bool | None = None
 
     def check(self) -> None:
         """Raises ApiError for an option that would change the answer and is not supported."""
@@ -97,7 +90,7 @@ class OptionsIn(LoadingOptions, forbid_unknown_fields=True, kw_only=True):
 
 
 class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Common fields. keep_alive: validated, without effect because the model stays loaded."""
+    """Common fields. keep_alive: without effect because the model stays loaded."""
 
     model: str
     keep_alive: float | str | None = None
@@ -105,8 +98,6 @@ class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Raises ApiError."""
-        if isinstance(self.keep_alive, str) and not _DURATION.fullmatch(self.keep_alive):
-            raise bad_request(f"keep_alive {self.keep_alive[:80]!r} is not a duration", "keep_alive")
         if self.options is not None:
             self.options.check()
 

@@ -12,12 +12,13 @@ from msgspec.json import encode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Token
 from cacheblend_cli.server.answer_report import AnswerReport, finish_reason
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.bodies import AskBody, Message, parse
 from cacheblend_cli.server.embedding_routes import check_embedding_model, embed_texts
 from cacheblend_cli.server.http import JSON, LINES, any_body, tenant_of, unless_disconnected
+from cacheblend_cli.server.model_names import check_model
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
@@ -32,7 +33,7 @@ from cacheblend_cli.server.ollama.protocol import (
 from cacheblend_cli.server.preprocessing import ParsedRequest, PreparedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.serving import respond
-from cacheblend_cli.types import Answer, SamplingParams, TokenLogprob
+from cacheblend_cli.types import Answer, Piece, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class OllamaResponse:
         async for event in events:
             if isinstance(event, Token):
                 tokens.append(event.logprob)
-            elif isinstance(event, Text | Reasoning):
-                text, reasoning = (event.text, "") if isinstance(event, Text) else ("", event.text)
+            elif isinstance(event, Piece):
+                text, reasoning = ("", event.text) if event.reasoning else (event.text, "")
                 yield self._record(text, reasoning, done=False, **self._logprobs(tokens))
                 tokens.clear()
             elif isinstance(event, Done):
@@ -177,7 +178,7 @@ async def embed_one(request: Request, state: ServerState) -> Response:
 async def _answer(request: Request, state: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
     """Answer the messages. Without messages, report that the model is loaded."""
     if not state.any_model:
-        models.check(state, body.model)
+        check_model(state.model, body.model)
     ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), state.engine.model.tokenizer
     report = AnswerReport(tokenizer, state.public)
     if not messages:

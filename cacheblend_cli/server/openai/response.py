@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Token
 from cacheblend_cli.server.answer_report import AnswerReport, finish_reason
 from cacheblend_cli.server.openai.annotations import annotations_of
 from cacheblend_cli.server.preprocessing import PreparedRequest
-from cacheblend_cli.types import Answer, TokenLogprob
+from cacheblend_cli.types import Answer, Piece, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class OpenAIResponse:
         async for event in events:
             if isinstance(event, Token):
                 tokens[event.index].append(event.logprob)
-            elif isinstance(event, Text | Reasoning):
+            elif isinstance(event, Piece):
                 if self.chat and event.index not in begun:
                     begun.add(event.index)
                     yield self._chunk(event.index, {"role": "assistant", "content": ""})
-                if isinstance(event, Text):
+                if not event.reasoning:
                     yield self._chunk(event.index, {"content": event.text}, logprobs(event.index))
                 elif self.chat:
                     yield self._chunk(event.index, {"reasoning_content": event.text}, logprobs(event.index))

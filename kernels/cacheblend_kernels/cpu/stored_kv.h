@@ -17,9 +17,8 @@ typedef struct {
 
 INLINE int64_t plane_bytes(int64_t dim, int plane) { return (dim * plane + 7) / 8; }
 
-/* A code is split into planes of 4, 2 and 1 bits; an 8-bit code is one byte. */
+/* A code is split into planes of 4, 2 and 1 bits. */
 INLINE int64_t code_bytes(int64_t dim, const int bits) {
-    if (bits == 8) return dim;
     return (bits & 4 ? plane_bytes(dim, 4) : 0) + (bits & 2 ? plane_bytes(dim, 2) : 0) + (bits & 1 ? plane_bytes(dim, 1) : 0);
 }
 
@@ -111,7 +110,7 @@ INLINE void restore(const uint8_t *packed, uint8_t *codes, float *y, const float
         shift += 2;
     }
     if (bits & 1) unpack(plane, codes, dim, 1, shift);
-    to_levels(bits == 8 ? packed : codes, y, levels, scale, dim, bits);
+    to_levels(codes, y, levels, scale, dim, bits);
     mix(y, dim);
 }
 
@@ -162,27 +161,19 @@ INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const in
         else                                                                                                   \
             load_code_part(c, first, last, K_BITS, V_BITS, OF_LATENTS, BFLOAT16);                                          \
     }
-LOAD_CODES(8, 8, 0)
 LOAD_CODES(7, 6, 0)
-LOAD_CODES(7, 5, 0)
 LOAD_CODES(5, 3, 0)
 LOAD_CODES(7, 7, 1)
-LOAD_CODES(6, 6, 1)
 LOAD_CODES(4, 4, 1)
-LOAD_CODES(3, 3, 0)
 
 typedef void (*Loading)(const Codes *, int64_t, int64_t);
 
 static Loading loading(const Codes *c) {
     switch (10 * c->k_bits + c->v_bits) {
-    case 88: return load_codes_88;
     case 77: return load_codes_77;
     case 76: return load_codes_76;
-    case 75: return load_codes_75;
-    case 66: return load_codes_66;
     case 53: return load_codes_53;
     case 44: return load_codes_44;
-    case 33: return load_codes_33;
     default: return 0;
     }
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Regressed, Slots, StoredKV
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored KV may have either; a pool has the first
+FLOAT8 = torch.float8_e4m3fn
 HEAD_DIMS = (*range(16, 257, 8), 512)
 MOST_SIGNATURES = 4096
 _NOTHING = nullcontext()
@@ -186,4 +186,4 @@ def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
 
 def pool_bits(pool: Tensor) -> Tensor:
     """View a pool or stored codes for the kernels: float8 as bytes, since not every architecture converts it."""
-    return pool.view(torch.uint8) if pool.dtype in FLOAT8 else pool
+    return pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool

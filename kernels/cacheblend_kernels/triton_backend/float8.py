@@ -1,9 +1,6 @@
-"""float8_e4m3fn and float8_e5m2 (arXiv 2209.05433) by bit operations: every architecture reads and writes them
-identically.
+"""float8_e4m3fn (arXiv 2209.05433) by bit operations: every architecture reads and writes it identically.
 
-- e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number
-  448.
-- e5m2: the upper byte of float16.
+Sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number 448.
 """
 
 from __future__ import annotations
@@ -19,12 +16,6 @@ def e4m3_to_fp32(byte):
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     wide = half.to(tl.float32) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
-
-
-@triton.jit
-def e5m2_to_fp32(byte):
-    """Convert uint8 codes to fp32, exactly."""
-    return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

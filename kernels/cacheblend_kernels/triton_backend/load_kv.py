@@ -28,7 +28,7 @@ from cacheblend_kernels.triton_backend.checks import (
     tensors_of,
 )
 from cacheblend_kernels.triton_backend.configs import padded
-from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32, e5m2_to_fp32
+from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
 BLOCK_HEADS = 8
 
@@ -60,7 +60,7 @@ def _of_codes(
 ):  # fmt: skip
     """Return one half of the heads' channels: levels of their codes times the scale, mixed within their blocks."""
     own = heads < NUM_KV_HEADS
-    LOW: tl.constexpr = BITS if BITS == 8 else BITS & 4
+    LOW: tl.constexpr = BITS & 4
     LOW_BYTES: tl.constexpr = (HEAD_DIM * LOW + 7) // 8
     MID: tl.constexpr = BITS & 2
     MID_BYTES: tl.constexpr = (HEAD_DIM * MID + 7) // 8
@@ -103,7 +103,7 @@ def _decoded(
     at = row * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
     value = tl.load(ptr + at, mask=mask, other=0)
     if CODEC != "plain":
-        value = e4m3_to_fp32(value) if CODEC == "fp8" else e5m2_to_fp32(value)
+        value = e4m3_to_fp32(value)
         value *= tl.load(scale_ptr + chunk * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
     return value.to(tl.float32)
 
@@ -223,10 +223,8 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
 
 
 def _codec(stored: StoredKV) -> str:
-    """Return the format of the tensors: plain, fp8 (e4m3), e5m2 or codes (see `StoredKV`)."""
-    if stored.k.dtype == torch.uint8:
-        return "codes"
-    return {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2"}.get(stored.k.dtype, "plain")
+    """Return the format of the tensors: plain, fp8 or codes (see `StoredKV`)."""
+    return {torch.uint8: "codes", FLOAT8: "fp8"}.get(stored.k.dtype, "plain")
 
 
 def mixed_block(head_dim: int) -> int:
@@ -265,10 +263,10 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
         ):
             check_tensor(f"{name} of codes", t, wanted, dtype)
         return
-    check_heads("k", k, (*FLOATS, *FLOAT8))
+    check_heads("k", k, (*FLOATS, FLOAT8))
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
     check(stored.k_mean is None and stored.bits == (0, 0), "a mean and levels are for codes")
-    if k.dtype in FLOAT8:
+    if k.dtype == FLOAT8:
         check_scales("float8", stored, (num_chunks, num_kv_heads))
     else:
         check(stored.k_scale is None and stored.v_scale is None, f"{k.dtype} takes no scales")

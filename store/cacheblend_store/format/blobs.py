@@ -20,16 +20,9 @@ from cacheblend_store.format.levels import BITS, bits_of, packed_bytes
 ALIGNMENT = 64
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOAT8 = {"float8_e4m3": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int7", "int6", "int4", "int3")
-_WIDE = ("float32", "float16", "bfloat16")
-FINER: Mapping[str, tuple[str, ...]] = {
-    "bfloat16": ("float32",),
-    "float16": ("float32",),
-    **dict.fromkeys(("int8", *FLOAT8), _WIDE),
-    **dict.fromkeys(("int7", "int6"), (*_WIDE, "int8")),
-    **dict.fromkeys(("int4", "int3"), (*_WIDE, "int8", "int7", "int6")),
-}
-"""Codec -> finer codecs, best first. Their error adds little to its own, so KV in them can be converted to it."""
+CODECS = (*PLAIN, "float8_e4m3", "int7", "int4")
+REMOVED = ("int8", "int6", "int3", "float8_e5m2")
+"""Codecs of earlier versions. Their blobs are checked, moved and removed; their KV cannot be decoded."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
@@ -52,7 +45,7 @@ BlobSpec = Mapping[str, TensorSpec]
 def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0) -> BlobSpec:
     """Return the tensors of one layer.
 
-    Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head. int8 to int3: packed
+    Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head. Few-bit codecs: packed
     codes (bits in `levels.BITS`, layout in `levels.PLANES`), a scale per token and head, and the mean of K's channels
     over the chunk; scales and means are bfloat16.
 

@@ -1,4 +1,4 @@
-"""Encode and decode K and V: exact dtypes, float8, and few-bit codecs (int8 to int3).
+"""Encode K and V: exact dtypes, float8_e4m3, and the few-bit codecs int7 and int4. Kernels decode them.
 
 Few-bit codecs encode in four steps:
 
@@ -14,7 +14,6 @@ A row's error does not depend on other rows, so outlier tokens (attention sinks)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -29,7 +28,6 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
 }
 # Usual maximum of a row relative to its scale. A row that exceeds this and the largest level may be better with a wider
@@ -53,108 +51,58 @@ def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
 def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
     """Return the tensors of a blob of k and v on their device, see `coded_unchecked`. Waits for the device.
 
-    Raises CodecError for values beyond the codec's range, and in codecs that scale for infinities and NaNs.
+    Raises CodecError for infinities and NaNs in codecs that scale.
     """
-    tensors, excess = coded_unchecked(k, v, codec, may_wait=k.is_cpu)
-    check_finite(excess.flatten().tolist(), codec)
+    tensors, is_finite = coded_unchecked(k, v, codec, may_wait=k.is_cpu)
+    check_finite(is_finite, codec)
     return tensors
 
 
 def coded_unchecked(k: Tensor, v: Tensor, codec: str, *, may_wait: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tensors of a blob of k and v, and their excess for `check_finite`.
+    """Return the tensors of a blob of k and v, and whether they could be encoded, for `check_finite`.
 
     k, v: [..., tokens, num_kv_heads, head_dim] (v's head_dim may differ), any float dtype, on one device; leading
-    dimensions are layers, encoded independently. excess: fp32 [..., 2] of K and V. may_wait: read flags, and compute
-    the rare cases only where they occur; else on a GPU everything is queued, nothing waits.
+    dimensions are layers, encoded independently. The flags are bool [..., 2], of K and V. may_wait: read flags, and
+    compute the rare cases only where they occur; else on a GPU everything is queued, nothing waits.
 
     A GPU's sums are in another order than a CPU's: a scale or mean may differ in the last bit, and a value at the
     boundary of two levels may get the other one.
     """
     k, v = k.detach(), v.detach()
-    tensors, excess = dict[str, Tensor](), []
     if codec in PLAIN:
+        dtype = DTYPES[PLAIN[codec]]
+        return {"k": k.to(dtype), "v": v.to(dtype)}, k.new_ones(*k.shape[:-3], 2, dtype=torch.bool)
+    tensors, is_finite = dict[str, Tensor](), []
+    if codec in FLOAT8:
         for name, x in (("k", k), ("v", v)):
-            tensors[name], own = _converted(x, codec, may_wait)
-            excess.append(own)
-    elif codec in FLOAT8:
-        for name, x in (("k", k), ("v", v)):
-            tensors[name], tensors[f"{name}_scale"], own = _scaled(x.float(), codec)
-            excess.append(own)
+            tensors[name], tensors[f"{name}_scale"], own = _scaled(x.float())
+            is_finite.append(own)
     else:
         k, v, bits = k.float(), v.float(), bits_of(codec, k.shape[-1], v.shape[-1])
         mean = k.mean(-3, keepdim=True).bfloat16()
         for name, x, num_bits in zip("kv", (k - mean.float(), v), bits, strict=True):
             tensors[name], tensors[f"{name}_scale"], own = _codes(x, num_bits, may_wait)
-            excess.append(own)
+            is_finite.append(own)
         tensors["k_mean"] = mean
-    return tensors, torch.stack(excess, -1)
+    return tensors, torch.stack(is_finite, -1)
 
 
-def check_finite(excess: Sequence[float], codec: str) -> None:
-    """Raise CodecError for the first number that is not 0: the largest value of K or V that overflows the codec, or
-    infinity for values that are not finite."""
-    for value in excess:
-        if value and codec in PLAIN:
-            raise CodecError(
-                f"the KV has values up to {value:.3g}, which {codec} cannot hold", "use --kv-dtype bfloat16 or float32"
-            )
-        if value:
-            raise CodecError(
-                f"the KV has values that are not finite, or too large, which {codec} cannot store",
-                "check the model and its --dtype; --kv-dtype float32 stores anything",
-            )
+def check_finite(is_finite: Tensor, codec: str) -> None:
+    """Raise CodecError if a flag is not set: K or V has values that are not finite."""
+    if not bool(is_finite.all()):
+        raise CodecError(
+            f"the KV has values that are not finite, or too large, which {codec} cannot store",
+            "check the model and its --dtype; --kv-dtype exact stores anything",
+        )
 
 
-def view_kv(
-    parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0
-) -> dict[str, Tensor]:
-    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`; valid as long as the bytes are."""
-    spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim, v_head_dim)
-    return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
-
-
-def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) -> tuple[Tensor, Tensor]:
-    """Return k and v [tokens, num_kv_heads, head_dim] as fp32 copies, from the tensors of `coded` or `view_kv`.
-    v_head_dim: head_dim of v if it differs from k's, else 0."""
-    k, v = tensors["k"], tensors["v"]
-    if codec in PLAIN:
-        return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
-    if codec in FLOAT8:
-        return k.float() * tensors["k_scale"][None, :, None], v.float() * tensors["v_scale"][None, :, None]
-    mean = tensors["k_mean"].float()
-    parts = []
-    dims = mean.shape[-1], v_head_dim or mean.shape[-1]
-    for name, dim, bits in zip("kv", dims, bits_of(codec, *dims), strict=True):
-        codes, levels = _unpack(tensors[name], bits, dim), level_table(bits, mean.device)
-        parts.append(rotated(levels[codes.long()] * tensors[f"{name}_scale"].float()[..., None]))
-    return parts[0] + mean, parts[1]
-
-
-def _converted(x: Tensor, codec: str, may_wait: bool) -> tuple[Tensor, Tensor]:
-    """Return x in a plain codec's dtype, and its excess: the largest finite value if one overflows, else 0."""
-    out = x.to(DTYPES[PLAIN[codec]])
-    excess = x.new_zeros(x.shape[:-3], dtype=torch.float32)
-    if out.dtype == x.dtype:
-        return out, excess
-    overflows = out.isinf() & x.isfinite()
-    if may_wait and not bool(overflows.any()):
-        return out, excess
-    largest = x.abs().nan_to_num(posinf=0).amax((-3, -2, -1)).float()
-    return out, torch.where(overflows.any(-1).any(-1).any(-1), largest, excess)
-
-
-def _scaled(x: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x in a float8 codec's dtype, the scales [..., heads] and the excess."""
-    dtype = DTYPES[FLOAT8[codec]]
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x in float8_e4m3, the scales [..., heads] and whether all of them are finite."""
+    dtype = torch.float8_e4m3fn
     most = torch.finfo(dtype).max
     scale = x.abs().amax((-3, -1)) / most
-    excess, scale = _infinite(scale.isfinite().all(-1)), scale.clamp_min(1e-12)
-    return (x / scale[..., None, :, None]).clamp(-most, most).to(dtype), scale, excess
-
-
-def _infinite(is_finite: Tensor) -> Tensor:
-    """Return the excess, fp32: 0 where finite, else infinity."""
-    return torch.zeros_like(is_finite, dtype=torch.float32).masked_fill(~is_finite, torch.inf)
+    is_finite, scale = scale.isfinite().all(-1), scale.clamp_min(1e-12)
+    return (x / scale[..., None, :, None]).clamp(-most, most).to(dtype), scale, is_finite
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -204,7 +152,7 @@ def _rotation(dim: int, device: torch.device) -> Tensor:
 
 
 def _codes(x: Tensor, bits: int, may_wait: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the packed codes, the scales and the excess of x [..., tokens, heads, dim]."""
+    """Return the packed codes and the scales of x [..., tokens, heads, dim], and whether all scales are finite."""
     levels = level_table(bits, x.device)
     rows = x if x.shape[-1] % 2 else x @ _rotation(x.shape[-1], x.device)
     scale = (rows.norm(dim=-1) * rows.shape[-1] ** -0.5).bfloat16()
@@ -223,7 +171,7 @@ def _codes(x: Tensor, bits: int, may_wait: bool) -> tuple[Tensor, Tensor, Tensor
         again, better = _if_better(few, (codes[clipped], scale[clipped]), wide, bits)
         codes[clipped] = torch.where(better[:, None], again, codes[clipped])
         scale[clipped] = torch.where(better, wide, scale[clipped])
-    return _pack(codes, bits), scale, _infinite(is_finite.flatten(-2).all(-1))
+    return _pack(codes, bits), scale, is_finite.flatten(-2).all(-1)
 
 
 def _if_better(rows: Tensor, now: tuple[Tensor, Tensor], wide: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -259,18 +207,6 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         planes.append(packed)
         shift += plane
     return torch.cat(planes, -1)
-
-
-def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Invert `_pack`: return codes [..., dim] uint8."""
-    codes, shift, first = packed.new_zeros(()), 0, 0
-    for plane in PLANES[bits]:
-        num_bytes = -(-dim * plane // 8)
-        part = packed[..., first : first + num_bytes]
-        values = torch.cat([(part >> at) & (2**plane - 1) for at in range(0, 8, plane)], -1)[..., :dim]
-        codes = codes | (values << shift)
-        shift, first = shift + plane, first + num_bytes
-    return codes
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -9,7 +9,8 @@ from itertools import pairwise
 from statistics import NormalDist
 
 BITS = {"int8": (8, 8), "int7": (7, 6), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
-"""Codec -> (bits per value of K, bits per value of V). Attention is more sensitive to K."""
+"""Codec -> (bits per value of K, bits per value of V). Attention is more sensitive to K. int8, int6 and int3 are codecs
+of earlier versions, of which only the sizes of stored blobs are computed."""
 _LATENT = {"int8": (8, 8), "int7": (7, 7), "int6": (6, 6), "int4": (4, 4), "int3": (3, 3)}
 """The same for latent attention. Its latents are stored as V, but they also act as keys."""
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format import records
-from cacheblend_store.format.blobs import CODECS, blob_prefix, blob_size
+from cacheblend_store.format.blobs import blob_prefix, blob_size
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.tier.cipher import SALT_BYTES, TAG_BYTES, Cipher
@@ -48,7 +48,7 @@ class ObjectLayout:
     def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> ObjectLayout:
         """Return the layout of an object of this size. Raises BadBlob if no chunk can have this shape or size."""
         tag = TAG_BYTES if encrypted else 0
-        if chunk.num_blobs > MAX_LAYERS or chunk.codec not in CODECS:
+        if chunk.num_blobs > MAX_LAYERS:
             raise BadBlob("no chunk can have its shape")
         sizes = (blob_size(records.layer_spec(chunk, layer)) + tag for layer in range(chunk.num_blobs))
         bounds = tuple(accumulate(sizes, initial=0))

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreFull
+from cacheblend_store.format.blobs import REMOVED
 from cacheblend_store.format.records import COLLECTION, ChunkManifest, DocumentRecord
 from cacheblend_store.store import ChunkStore
 from cacheblend_store.tier.layout import DocumentBundle
@@ -29,7 +30,7 @@ Rename = Callable[[str], str]
 class MovedChunk:
     id: str
     # "rejected": its object is not used, see `reason`. "damaged": its record or KV in the store is damaged. "text": it
-    # has no KV, or the KV does not fit the quota.
+    # has no KV, or KV in a removed codec, or the KV does not fit the quota.
     status: Status
     num_bytes: int = 0
     reason: str = ""
@@ -71,7 +72,7 @@ def push(
             chunk = store.get_blobs(key)
         except BadBlob as error:
             return MovedChunk(key.hex(), "damaged", reason=error.message)
-        if chunk is None:
+        if chunk is None or chunk[0].codec in REMOVED:
             return MovedChunk(key.hex(), "text")
         manifest, blobs = chunk
         size = tier.size(tier.name(manifest.collection, key))
@@ -140,6 +141,8 @@ def pull(
             manifest, blobs = tier.get_chunk(found.name, found.size)
         except BadBlob as error:
             return MovedChunk(found.name.rpartition("/")[2], "rejected", reason=error.message), None, []
+        if manifest.codec in REMOVED:
+            return MovedChunk(manifest.id, "text"), None, []
         if _holds(store, manifest):
             return MovedChunk(manifest.id, "unchanged"), None, []
         return MovedChunk(manifest.id, "new", found.size), manifest, blobs

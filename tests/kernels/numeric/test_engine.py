@@ -54,7 +54,7 @@ class Setup:
         done = prefill(engine.runtime, request, headroom=1, output_positions=lambda plan: torch.arange(
                 plan.segments[-1].start, plan.num_tokens, device=decoder.device
             ))  # fmt: skip
-        assert done.loader.num_bytes > 0
+        assert done.result.loader.num_bytes > 0
         assert len(done.result.chosen) > 0
         length = done.plan.num_tokens
         with torch.inference_mode():

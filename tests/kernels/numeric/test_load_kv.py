@@ -58,7 +58,7 @@ def test_plain_values_of_one_dtype_are_copied_exactly(device: torch.device) -> N
         assert torch.equal(pool.cpu().view(-1, 2, 32)[2:7], v)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int6"])
+@pytest.mark.parametrize("codec", ["bf16", "int7"])
 def test_float8_pool(codec: str, device: torch.device) -> None:
     given, k_value, v_value = stored(codec, 5, 2, 32)
     cos, sin = rope_tables(5, 32)
@@ -71,8 +71,8 @@ def test_float8_pool(codec: str, device: torch.device) -> None:
 
 
 def test_refusals(device: torch.device) -> None:
-    codes = moved(stored("int8", 5, 2, 32)[0], device)
-    plain = StoredKV(codes.k.float(), codes.v.float())
+    codes = moved(stored("int7", 5, 2, 32)[0], device)
+    plain = moved(stored("fp32", 5, 2, 32)[0], device)
     pools = [torch.zeros(2, BLOCK_SIZE, 2, 32, device=device) for _ in range(2)]
     cache, slots = LayerCache(*pools), moved(Slots(torch.arange(5), *rope_tables(5, 32)), device)
     with pytest.raises(KernelError, match="k_mean"):
