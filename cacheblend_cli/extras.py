@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from cacheblend_cli.errors import UsageError
 
+SERVING = ("serve", "serve", "starlette", "uvicorn", "prometheus_client")
+"""Arguments of `missing` and `require` for the server."""
 
-def require(what: str, extra: str, *packages: str) -> None:
-    """Raise UsageError if a package is not installed. what: the flag or command that needs it."""
+
+def missing(what: str, extra: str, *packages: str) -> UsageError | None:
+    """Return an error if a package is not installed. what: the flag or command that needs it."""
     from importlib.util import find_spec
 
-    if missing := [name for name in packages if find_spec(name) is None]:
-        names = f"{', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-        raise UsageError(f"{what} needs the package{'s' * (len(missing) > 1)} {names}", install_hint(extra))
+    absent = [name for name in packages if find_spec(name) is None]
+    if not absent:
+        return None
+    names = f"{', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
+    return UsageError(f"{what} needs the package{'s' * (len(absent) > 1)} {names}", install_hint(extra))
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise the error of `missing`, if there is one."""
+    if (error := missing(what, extra, *packages)) is not None:
+        raise error
 
 
 def install_hint(extra: str) -> str:

@@ -12,10 +12,11 @@ from cacheblend_store import private_files
 from cacheblend_store.private_files import InsecurePath, exposed, read_regular
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import IDENTITY, Settings
+from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings.identity import IDENTITY
 from cacheblend_cli.version import __version__
 
-PROTOCOL = 9
+PROTOCOL = 10
 _MOST_BYTES = 16 << 20  # of a prompt file
 _LONGEST = 100  # maximum bytes of a socket path; the system allows 107
 _NAME = "engine-"

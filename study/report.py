@@ -17,7 +17,7 @@ from settings import DEFAULT, handbook_groups
 
 from cacheblend_cli.engine.profile import Profile
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
-from cacheblend_cli.evaluation.profile import distance_of
+from cacheblend_cli.evaluation.profile import distance_of, p90_limit
 from cacheblend_cli.settings import Settings
 
 STUDY = Path(__file__).parent
@@ -402,7 +402,7 @@ def profile_of(rows: list[Row]) -> Profile:
     """Return the profile that `models check` makes of these measurements."""
     limits = Settings()
     found = tuple(distance_of(row["ratio"], "regression", row["kl"]) for row in rows)
-    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, limits.kl_p90, found)
+    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, p90_limit(limits.kl_mean), found)
 
 
 def _described(kl: list[float]) -> list[str]:

@@ -30,7 +30,6 @@ TRUSTED = {
     "model/adapter.py": "patterns of an adapter that the user chose, over its model's module names",
     "model/text_encoder.py": "literals of the tokenizer's control tokens",
     "evaluation/demo_run.py": "answers of the demo's questions, which have a few tokens",
-    "cli/help.py": "our own help texts",
 }
 """File -> why its patterns see only bounded or trusted text."""
 FACTOR = 2.3  # most growth of the steps when the text is twice as long

@@ -1,7 +1,7 @@
 """Write the generated pages of docs/: `python -m tools.reference`, `--check` to compare.
 
-From --help: reference.md and the manual page. From settings.py: settings.md. From the types of an answer: json.md and
-ask.schema.json.
+From --help: reference.md and the manual page. From settings/fields.py: settings.md. From the types of an answer:
+json.md and ask.schema.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.cli.help import HELP_ALL
+from cacheblend_cli.cli.flags import HELP_ALL
 from cacheblend_cli.errors import ExitCode
 from tools import answer_json, settings_page
 from tools.wrap import wrapped

@@ -1,4 +1,4 @@
-"""The page of all settings, from settings.py."""
+"""The page of all settings, from settings/fields.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Set
 from dataclasses import fields
 from typing import Any
 
-from cacheblend_cli.settings import GROUPS, HARMLESS, Settings
+from cacheblend_cli.settings import GROUPS, Settings
+from cacheblend_cli.settings.identity import HARMLESS
 
 _HEAD = """# Settings
 

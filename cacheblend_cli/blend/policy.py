@@ -90,12 +90,12 @@ def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile
         checks = ((1, params.effective_ratio()),)
     elif params.checks and not selector.needs_check_layer:
         raise UsageError(
-            f"the selector {params.selector} chooses before layer 0, and --gradual names check layers",
+            f"the selector {params.selector} chooses before layer 0, and has no check layers",
             "hkvd chooses at check layers",
         )
     elif selector.needs_check_layer and wrong:
         raise UsageError(
-            f"check layer {wrong[0]} is not among layers 1 to {num_layers - 1}",
+            f"--check-layer {wrong[0]} is not among layers 1 to {num_layers - 1}",
             "layer 0 has no deviation: its K and V depend on the token alone",
         )
     return BlendPolicy(
@@ -115,5 +115,7 @@ def _probed(params: BlendParams, num_layers: int) -> tuple[int, ...]:
     and the last ones predict the next token."""
     first, last = params.probe_layers or (round(num_layers / 3), max(0, round(num_layers * 5 / 6) - 1))
     if not 0 <= first <= last < num_layers:
-        raise UsageError(f"--probe-layers {first}-{last} are not among layers 0 to {num_layers - 1}", "for example 2-4")
+        raise UsageError(
+            f"the probe layers {first}-{last} are not among layers 0 to {num_layers - 1}", "for example 2-4"
+        )
     return tuple(range(first, last + 1))

@@ -120,15 +120,13 @@ def result_of(events: Iterable[AnswerEvent], options: AskOptions, streams: Answe
     raise lost()
 
 
-def show_answer(
-    result: AnswerResult, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
-) -> None:
+def show_answer(result: AnswerResult, output: Output, extra: dict[str, Any], seconds: float | None) -> None:
     """Show notes, sources and a summary of an answer whose text was shown, or one JSON object with `extra` first.
     seconds: time that the user waited, None in a batch."""
     answer = result.answer
     for note in result.new_notes:
         output.warn(note)
-    if json:
+    if output.is_json:
         output.json({**extra, **result.record})
         return
     if result.options.explain:
@@ -277,12 +275,10 @@ def detail_line(answer: Answer) -> str:
     return ", ".join(parts)
 
 
-def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
+def show_plan(plan: AskPlan, output: Output, extra: dict[str, Any]) -> None:
     for note in plan.notes:
         output.warn(note)
-    if json:
-        output.json({**extra, **plan.to_dict()})
-        return
+    output.json({**extra, **plan.to_dict()})
     if plan.chunks:
         rows = [(c.id[:12], c.tokens, c.status, c.source) for c in plan.chunks]
         output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))

@@ -11,7 +11,7 @@ import typer.main
 from typer import Option
 
 import cacheblend_cli
-from cacheblend_cli.cli.help import Command
+from cacheblend_cli.cli.flags import Command
 from cacheblend_cli.errors import UsageError, did_you_mean
 
 COMMANDS = {

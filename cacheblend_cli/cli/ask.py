@@ -31,25 +31,25 @@ from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
 
 
-class _AnswerRecord(Struct, frozen=True):
+class AnswerRecord(Struct, frozen=True):
     """Question and named chunks of an answer's record."""
 
-    question: str
-    asked_chunks: tuple[str, ...] | None = None
+    question: str  # with --batch: the question
+    asked_chunks: tuple[str, ...] | None = None  # with --batch: chunks that the question names
 
 
-class AnswerFile(JsonLines[_AnswerRecord]):
+class AnswerFile(JsonLines[AnswerRecord]):
     """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        super().__init__(path, lambda record: convert(record, _AnswerRecord), '{"question": "', "an answer of a batch")
+        super().__init__(path, lambda record: convert(record, AnswerRecord), '{"question": "', "an answer of a batch")
 
     def remaining(self, questions: Sequence[QuestionInput], output: Output) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self.rows), []
         for item in questions:
-            key = _AnswerRecord(item.question, item.chunks)
+            key = AnswerRecord(item.question, item.chunks)
             if answered[key] > 0:
                 answered[key] -= 1
             else:
@@ -63,8 +63,8 @@ class AnswerView:
     """Shows answers and plans. codes: exit codes of the answers so far. html: file for the answer as a page. notes: to
     add to every answer; the user has seen them."""
 
-    def __init__(self, output: Output, *, json: bool, html: Path | None, notes: Sequence[str]) -> None:
-        self._output, self._json, self._html, self._notes = output, json, html, notes
+    def __init__(self, output: Output, *, html: Path | None, notes: Sequence[str]) -> None:
+        self._output, self._json, self._html, self._notes = output, output.is_json, html, notes
         self.codes: list[int] = []
 
     @property
@@ -101,7 +101,7 @@ class AnswerView:
                 if answer_file is not None:
                     answer_file.add(records[-1])
             elif item.result is not None:
-                show_plan(item.result, self._output, json=self._json, extra=extra)
+                show_plan(item.result, self._output, extra)
         if answer_file is not None:
             answer_file.close()
         count, seconds = len(records), time.perf_counter() - started
@@ -128,7 +128,7 @@ class AnswerView:
         self.codes.append(report(error, self._output))
 
     def _show(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any], seconds: float | None) -> None:
-        show_answer(result, self._output, json=self._json, extra=extra, seconds=seconds)
+        show_answer(result, self._output, extra, seconds)
         if self._html is not None:
             from cacheblend_cli.cli.answer_html import answer_page
 
@@ -189,8 +189,8 @@ def ask(
     Text that is piped beside a question is the document to answer from; stored ones are searched too with -k, --source
     or --all.
     """
-    output, settings = Output(quiet=quiet, verbose=verbose or explain), resolved.settings
-    json = json or (batch is not None and not output.out_tty)
+    json = json or (batch is not None and not Output().out_tty)
+    output, settings = Output(json=json, quiet=quiet, verbose=verbose or explain), resolved.settings
     _check_files(html=html, resume=resume, batch=batch, dry_run=dry_run)
     schema = None if json_schema is None else read_text(json_schema)
     sampling = sampling_of(settings, stop=tuple(stop or ()), logprobs=logprobs, json_schema=schema, regex=regex)
@@ -208,7 +208,7 @@ def ask(
         estimate_full=output.verbose,
         tokens=explain or html is not None,
     )
-    view = AnswerView(output, json=json, html=html, notes=list(filter(None, [resolved.ignored_note])))
+    view = AnswerView(output, html=html, notes=list(filter(None, [resolved.ignored_note])))
     with (
         store_in_use(settings, write=not dry_run, create=document is not None) as store,
         AskSession(resolved, output, store, ask_options, local=local, sampling=sampling, document=document) as session,
@@ -219,7 +219,7 @@ def ask(
         if batch is not None:
             view.batch(session.plans(questions) if dry_run else session.answers(questions, concurrency), answer_file)
         elif dry_run:
-            show_plan(session.plan(questions[0]), output, json=json, extra={})
+            show_plan(session.plan(questions[0]), output, {})
         else:
             view.ask(session, questions[0], draft=confirm or settings.on_unsupported == "confirm")
     if view.exit_code:

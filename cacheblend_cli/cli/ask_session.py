@@ -16,7 +16,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import keep_alive_s
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.extras import SERVING, missing
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.types import (
@@ -132,8 +132,7 @@ class AskSession:
 
     def note_model(self) -> None:
         """Say once, on a terminal, which model was used without a setting."""
-        if note := options.model_note(self._resolved):
-            options.hint(self._output, note, note)
+        options.hint(self._output, options.model_note(self._resolved))
 
     def suggest_check(self, answer: Answer) -> None:
         """Suggest once for each model, on a terminal, to measure the ratio that was used by default."""
@@ -142,20 +141,20 @@ class AskSession:
             name = self._resolved.settings.model or default_model()
             options.hint(
                 self._output,
-                f"ratio of {name}",
                 f"recomputing {answer.ratio:.0%} is the default, not measured for this model: `cacheblend models check {name} --ratio-only` "
                 "finds the smallest share that keeps answers on your documents close to a full prefill's",
+                name=f"ratio of {name}",
             )
 
     def suggest_background(self) -> None:
         """Suggest once, on a terminal, to keep a large model loaded."""
         if self._local_engine is not None and self._local_engine.model_bytes >= _LARGE:
-            missing = _missing_extra()
+            lacking = missing(*SERVING)
             options.hint(
                 self._output,
-                "background",
                 "torch and the model were loaded for this answer; `cacheblend serve --background` keeps them loaded for the next ones, "
-                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}",
+                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {lacking.hint})' if lacking else ''}",
+                name="background",
             )
 
     def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:
@@ -176,8 +175,8 @@ class AskSession:
         """Return the running engine; with keep_alive, start it. Raises CacheBlendError if it cannot start."""
         if (found := self._running()) is not None or self._local or self._local_engine or not self._keep_alive_s:
             return found
-        if (missing := _missing_extra()) is not None:
-            self._output.note(f"answered without keep_alive: {missing.message} ({missing.hint})")
+        if (lacking := missing(*SERVING)) is not None:
+            self._output.note(f"answered without keep_alive: {lacking.message} ({lacking.hint})")
             return None
         from cacheblend_cli.server.background import start_own
 
@@ -208,16 +207,6 @@ class AskSession:
             options=self._options,
             documents=self._documents,
         )
-
-
-def _missing_extra() -> UsageError | None:
-    from cacheblend_cli.cli.serve import check_installed
-
-    try:
-        check_installed()
-    except UsageError as error:
-        return error
-    return None
 
 
 def _in_order(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from typer import Option
@@ -39,7 +39,7 @@ def bench(
     The prompt is random text in a temporary store. Settings take turns in one process; stored KV comes from the page
     cache, including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
     """
-    output = Output()
+    output = Output(json=json)
     from cacheblend_cli.evaluation.settings import grid
 
     def grid_with(blend: BlendParams) -> list[Setting]:
@@ -51,7 +51,7 @@ def bench(
             contexts=("sink",),
         )
 
-    blend = replace(BlendParams.of(settings), checks=())  # --ratio decides
+    blend = BlendParams.of(settings)
     asked = grid_with(blend)  # raise errors before torch is imported
     engine = options.load_engine(settings, output)
     from cacheblend_cli.evaluation.bench import bench as measure
@@ -64,9 +64,8 @@ def bench(
         report = measure(engine, asked, layout, rounds=rounds, decode_tokens=decode_tokens, on_run=bar)
     for note in dict.fromkeys(report.notes):
         output.warn(note)
-    if json:
-        output.json(asdict(report))
-    else:
+    output.json(asdict(report))
+    if not json:
         _show(report, output)
 
 

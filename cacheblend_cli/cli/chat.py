@@ -20,7 +20,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, by_rank, cut_note, show_summary
 from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
-from cacheblend_cli.cli.explain_output import layer_lines
+from cacheblend_cli.cli.explain_output import chunk_lines, layer_lines
 from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
@@ -42,7 +42,6 @@ COMMANDS = {
     "/help": "show this list",
     "/quit": "end the chat",
 }
-_BAR = 20  # columns
 
 
 @dataclass
@@ -210,25 +209,13 @@ def _run_command(line: str, state: ChatState, session: AskSession, output: Outpu
             if state.last is None:
                 raise UsageError("no question was asked yet", "ask a question first")
             if command == "/why":
-                _why(state.last, output)
+                for text in (*chunk_lines(state.last), *layer_lines(state.last)):
+                    output.line(text)
             else:
                 rows = [(c.id[:12], c.tokens, c.status, c.source) for c in by_rank(state.last.chunks)]
                 output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
         case _:
             raise UsageError(f"unknown command {command}", f"known: {', '.join(COMMANDS)}")
-
-
-def _why(answer: Answer, output: Output) -> None:
-    """Show a bar for each chunk: the share that was computed."""
-    for c in answer.chunks:
-        share = c.recomputed / c.tokens if c.tokens else 0.0
-        filled = round(share * _BAR) or int(c.recomputed > 0)
-        bar = "#" * filled + "." * (_BAR - filled)
-        output.line(
-            f"{c.id[:12]}  {bar}  {c.recomputed:>5} of {c.tokens:>5} tokens computed, {c.status:<8}  {c.source}"
-        )
-    for line in layer_lines(answer):
-        output.line(line)
 
 
 def _save(name: str, state: ChatState, output: Output) -> None:

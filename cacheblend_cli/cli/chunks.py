@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,7 @@ from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import EVERYTHING
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord, Memo
+    from cacheblend_store import ChunkManifest, DocumentRecord, Memo
 
     from cacheblend_cli.corpus.citations import Citation
 
@@ -49,7 +48,7 @@ def ls(
     """
     from cacheblend_cli.corpus.citations import Citations
 
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     last, count, rows = None, 0, list[_ChunkRow]()
     with open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
@@ -83,16 +82,14 @@ def show(
     """Show one chunk: source, storage format and text."""
     from cacheblend_cli.corpus.citations import Citations
 
-    output = Output()
+    output = Output(json=json)
     with open_store(settings, write=False) as kv_store:
         manifest = kv_store.get_chunk(kv_store.resolve(chunk))
         assert manifest is not None
         citation, *others = Citations(kv_store).all_of(manifest)
     record = _record(manifest, citation, *others)
-    if json:
-        about = {"omissions": list(citation.omissions), "text": manifest.text, "token_ids": list(manifest.token_ids)}
-        output.json({**record, **about})
-        return
+    about = {"omissions": list(citation.omissions), "text": manifest.text, "token_ids": list(manifest.token_ids)}
+    output.json({**record, **about})
     facts = {**record, "lines": citation.place, "headings": " > ".join(citation.locator.headings)}
     facts["also_in"] = ", ".join(record["also_in"])
     for name, value in facts.items():
@@ -121,7 +118,7 @@ def rm(
     --all and --source also forget the folders that they name, so that precompute without a path does not update them.
     Asks before chunks of more than one document are removed.
     """
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("chunks to remove must be named in exactly one way", "chunk ids, --source PATH or --all")
     with open_store(settings, write=False) as reading:
@@ -135,7 +132,7 @@ def rm(
             listed.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
             keys = list(listed.union(m.key for m in reading.chunks(prefixes=True)))
-        _confirm(reading, keys, found, output, yes=yes)
+        deleting.confirm(output, reading, keys, found, yes=yes)
     with open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
@@ -146,8 +143,7 @@ def rm(
     if json:
         output.json({"removed": len(ids), "ids": ids, "forgotten": list(map(shown, roots))})
         return
-    for name in ids if quiet else ():
-        output.text(name)
+    output.ids(ids)
     of = f" of {counted(count, 'document')}" if (count := len({d.source for d in found})) else ""
     output.note(f"removed {counted(len(ids), 'chunk')}{of}")
     if roots:
@@ -155,18 +151,6 @@ def rm(
     if above := {path for d in found for path in with_parents(d.source) if path in left}:
         output.note(f"{first_of(sorted(above))}: the next precompute computes what is there again")
     deleting.note_free(output, free)
-
-
-def _confirm(
-    store: ChunkStore, keys: Sequence[bytes], documents: Sequence[DocumentRecord], output: Output, *, yes: bool
-) -> None:
-    from cacheblend_cli.corpus.citations import Citations
-
-    taken = dict.fromkeys([*keys, *(chunk.key for d in documents for chunk in d.chunks)])
-    manifests = list(filter(None, map(store.undamaged, taken)))
-    citations, sources = Citations(store), {d.source for d in documents}
-    sources = sources or {citations.of(m).name for m in manifests if m.context != "prefix"}
-    deleting.confirm(output, len(sources), manifests, yes=yes)
 
 
 class _ChunkRow(NamedTuple):

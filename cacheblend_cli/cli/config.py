@@ -14,22 +14,13 @@ from typer import Argument, Option
 
 from cacheblend_cli import trust
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.help import PANELS
+from cacheblend_cli.cli.flags import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.setting_checks import bad_settings, blamed
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
-from cacheblend_cli.settings import (
-    FILE,
-    PATHS,
-    Resolved,
-    Settings,
-    config_files,
-    parse_setting,
-    project_root,
-    read_settings,
-    resolve,
-    risky_settings,
-)
+from cacheblend_cli.settings import Resolved, Settings, resolve
+from cacheblend_cli.settings.identity import risky_settings
+from cacheblend_cli.settings.sources import FILE, PATHS, config_files, parse_setting, project_root, read_settings
 from cacheblend_cli.text_files import decode_text
 
 if TYPE_CHECKING:
@@ -57,7 +48,7 @@ def show(
     Shows common settings, and settings that are set. The origin of a value is a flag, an environment variable, a file
     or the default. --json shows every setting. Bad values are reported at the end (exit code 2).
     """
-    output, resolved = Output(), resolve({"store": store}, lenient=True)
+    output, resolved = Output(json=json), resolve({"store": store}, lenient=True)
     (_show_json if json else partial(_show_tables, every=every))(resolved, output)
     blamed_ones = (blamed(error, name, resolved.origin[name]) for name, error in bad_settings(resolved))
     if problems := [*resolved.problems, *blamed_ones]:

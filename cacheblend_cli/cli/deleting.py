@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,18 +14,29 @@ from cacheblend_cli.cli.units import counted, format_seconds, format_size
 from cacheblend_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkManifest, ChunkStore
+    from cacheblend_store import ChunkStore, DocumentRecord
 
 YES = Option(False, "--yes", "-y", help="Delete more than one document without asking.")
 _PAUSE_S = 60.0  # a longer time between two chunks is not spent on computing
 _LEAST_BYTES = 1 << 20  # less free space in the file is not worth a note
 
 
-def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifest], *, yes: bool) -> None:
-    """Ask before more than one document is deleted. Raises UsageError if stdin is not a terminal; Exit for a no."""
-    if yes or num_documents < 2:
+def confirm(
+    output: Output, store: ChunkStore, keys: Iterable[bytes], documents: Sequence[DocumentRecord] = (), *, yes: bool
+) -> None:
+    """Ask before chunks of more than one document are deleted. documents: to delete, too.
+
+    Raises UsageError if stdin is not a terminal; Exit for a no.
+    """
+    if yes:
         return
-    stored = [m for m in manifests if m.has_kv]
+    with store.read() as reader:
+        keys = dict.fromkeys([*keys, *(chunk.key for d in documents for chunk in d.chunks)])
+        found = documents or filter(None, (reader.document(d) for key in keys for d in reader.documents_of(key)))
+        num_documents = len({record.source for record in found})
+        stored = [m for m in map(reader.undamaged, keys) if m is not None and m.has_kv]
+    if num_documents < 2:
+        return
     times = sorted(m.created for m in stored)
     seconds = sum(later - earlier for earlier, later in pairwise(times) if later - earlier <= _PAUSE_S)
     amounts = [counted(num_documents, "document")]

@@ -46,9 +46,9 @@ def demo(
     Answers are by SmolLM2-135M if it is installed, else by a bundled model with 1.1 M parameters. --write creates
     example documents instead.
     """
-    output = Output()
+    output = Output(json=json)
     if write is not None:
-        _write_examples(write, output, json=json)
+        _write_examples(write, output)
         return
     options.import_engine()
     from cacheblend_cli.evaluation.demo_run import Demo, demo_case, summarise
@@ -93,7 +93,7 @@ def demo(
     _show_commands(Path("office"), output)
 
 
-def _write_examples(folder: Path, output: Output, *, json: bool) -> None:
+def _write_examples(folder: Path, output: Output) -> None:
     """Copy the example documents into a new or empty folder. Raises UsageError if it is not empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(
@@ -103,10 +103,7 @@ def _write_examples(folder: Path, output: Output, *, json: bool) -> None:
     pages = sorted(office_dir().glob("*.md"))
     for page in pages:
         shutil.copyfile(page, folder / page.name)
-    if json:
-        for page in pages:
-            output.json({"file": str(folder / page.name)})
-        return
+        output.json({"file": str(folder / page.name)})
     output.text(f"{len(pages)} short documents about an invented office are in {folder}. Try:\n")
     _show_commands(folder, output, with_write=False)
 

@@ -26,7 +26,7 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
     """Check versions, store, device and model. Exits with the code of the first failed check."""
     from cacheblend_store import StoreCorrupt
 
-    output, settings = Output(), resolved.settings
+    output, settings = Output(json=json), resolved.settings
     facts: dict[str, Any] = {}
     errors: list[Exception] = []
     # those that need no torch first: each is shown when it is known
@@ -37,7 +37,7 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         try:
             facts[name] = check(settings)
             if name == "model":
-                options.note_model(resolved, output, json=json)
+                options.note_model(resolved, output)
         except Exception as error:
             shown = with_origin(error, resolved) if isinstance(error, ModelNotFound) else error
             errors.append(shown)
@@ -45,17 +45,13 @@ def doctor(resolved: Resolved, json: options.Json = False) -> None:
         if name == "store" and (damaged := facts[name].get("damaged")):
             message = f"{damaged} damaged records in {settings.store_path}"
             errors.append(StoreCorrupt(message, "repair: cacheblend chunks verify --repair"))
-        if not json:
-            output.text(name)
-            for key, value in with_kv_line(facts[name]).items():
-                if key == "max_bytes" and not value:
-                    value = "no quota"
-                is_size = isinstance(value, int) and "bytes" in key
-                output.text(f"  {key:<20}{format_size(value) if is_size else value}")
-    if json:
-        output.json({**facts, "ok": not errors})
-    else:
-        output.text("everything works" if not errors else f"failed checks: {len(errors)}")
+        output.text(name)
+        for key, value in with_kv_line(facts[name]).items():
+            if key == "max_bytes" and not value:
+                value = "no quota"
+            is_size = isinstance(value, int) and "bytes" in key
+            output.text(f"  {key:<20}{format_size(value) if is_size else value}")
+    output.result({**facts, "ok": not errors}, f"failed checks: {len(errors)}" if errors else "everything works")
     if errors:
         from cacheblend_cli.cli.exits import report
 

@@ -34,7 +34,7 @@ _MAX_TOKENS = 32
 @options.with_settings(
     "window",
     "neighbours",
-    *grouped("research", but=["gradual"]),
+    *grouped("research"),
     *grouped("prompt", "model", "machine", but=["tensor_parallel"]),
     "kv_dtype",
     "lock_timeout",
@@ -82,7 +82,7 @@ def evaluate(
     Without ctxs, chunks are searched in the store as by ask. Consecutive contexts with the same title are one page.
     Without answers, only the distance from full prefill is reported.
     """
-    output, path = Output(quiet=quiet), _record_path(out, resume)
+    output, path = Output(json=json, quiet=quiet), _record_path(out, resume)
     settings = replace(settings, store=store or settings.store)
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.evaluation.records import RecordFile
@@ -97,7 +97,7 @@ def evaluate(
 
     def grid_with(own: BlendParams) -> list[Setting]:
         return grid(
-            replace(own, mode="blend", ratio=settings.ratio_floor, checks=()),
+            replace(own, mode="blend", ratio=BlendParams.ratio),
             modes=mode or ("blend", "full", "reuse"),
             selectors=selector or (settings.selector,),
             ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
@@ -125,7 +125,7 @@ def evaluate(
                 EvaluateOptions(max_tokens, records, store is not None, collecting),
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
-    summaries = _show_results(results, output, json=json, layers=layers)
+    summaries = _show_results(results, output, layers=layers)
     if path is not None:
         output.note(f"{results.measured} records written to {path}, {results.resumed} already there")
     if plot is not None:
@@ -133,7 +133,7 @@ def evaluate(
         output.note(f"drew {plot}")
 
 
-def _show_results(results: Results, output: Output, *, json: bool, layers: bool) -> list[Summary]:
+def _show_results(results: Results, output: Output, *, layers: bool) -> list[Summary]:
     """Show notes and scores. Raises UsageError if nothing was measured."""
     from cacheblend_cli.evaluation.summary import summarise
 
@@ -144,10 +144,10 @@ def _show_results(results: Results, output: Output, *, json: bool, layers: bool)
     if not results.full:
         raise UsageError("no question was measured", "use a model with a longer context, or shorter contexts")
     summaries = summarise(results)
-    show_scores(summaries, output, json=json)
+    show_scores(summaries, output)
     if results.auto:
         output.note(auto_line(results.auto))
-    if layers and not json:
+    if layers and not output.is_json:
         show_layers(summaries, output)
     return summaries
 
@@ -187,9 +187,9 @@ def _with_found_contexts(
         return with_found_contexts(engine, source, samples, search, max_tokens)
 
 
-def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> None:
+def show_scores(summaries: Sequence[Summary], output: Output) -> None:
     """Show a row for each setting, or a JSON object with all intervals and layers."""
-    if json:
+    if output.is_json:
         for s in summaries:
             output.json(asdict(s))
         return

@@ -15,7 +15,7 @@ from typing import Any
 from cacheblend_store.private_files import make_folder, open_file
 from platformdirs import user_log_path
 
-from cacheblend_cli.cli.flags import removed
+from cacheblend_cli.cli.flags import instead_of
 from cacheblend_cli.cli.output import Output, visible
 from cacheblend_cli.errors import CacheBlendError, ExitCode, did_you_mean
 
@@ -56,7 +56,7 @@ def _discard_output() -> None:
 
 def _usage(error: BaseException, output: Output) -> int:
     """Print a usage error of the parser, or the help of a command group without a subcommand."""
-    if type(error).__name__ == "NoSuchOption" and (known := removed(error.option_name)):  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoSuchOption" and (known := instead_of(error.option_name)):  # type: ignore[attr-defined]
         return report(known, output)
     message = str(error.message if getattr(error, "possibilities", None) else error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":

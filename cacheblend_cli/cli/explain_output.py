@@ -21,10 +21,8 @@ _MARKS = {
 
 def show_explanation(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
     """Show the origin of each chunk's KV in prompt order, its share of attention, the work of layers, and tokens."""
-    described = [_describe_chunk(chunk) for chunk in answer.chunks]
-    width = max(map(len, described), default=0)
-    for chunk, words in zip(answer.chunks, described, strict=True):
-        output.note(f"chunk {chunk.id[:12]}  {words:<{width}}  {chunk.source}")
+    for line in chunk_lines(answer):
+        output.note(line)
     if answer.mode == "blend" or answer.ratio_from != "given":
         output.note(f"ratio {answer.ratio:g}, {answer.ratio_from}")
     for line in layer_lines(answer):
@@ -32,6 +30,13 @@ def show_explanation(answer: Answer, tokens: Sequence[Sequence[TokenUse]], outpu
     if answer.auto:
         _explain_auto(answer.auto, answer, output)
     _show_tokens(answer, tokens, output)
+
+
+def chunk_lines(answer: Answer) -> list[str]:
+    """Describe the origin of each chunk's KV, in prompt order."""
+    described = [_describe_chunk(chunk) for chunk in answer.chunks]
+    width = max(map(len, described), default=0)
+    return [f"chunk {c.id[:12]}  {text:<{width}}  {c.source}" for c, text in zip(answer.chunks, described, strict=True)]
 
 
 def _describe_chunk(chunk: ChunkUse) -> str:
@@ -60,7 +65,7 @@ def layer_lines(answer: Answer) -> list[str]:
             some = f"all {doubtful}" if first.fresh == doubtful else f"{first.fresh} of the {doubtful}"
             again = f"{some} inexact cached tokens, and " if first.fresh else ""
             what = f"{again}{first.rows - first.fresh} tokens that are not cached"
-        if first.status.name == "CHECK":
+        if first.status == "CHECK":
             kept = after[0].fresh if after else answer.recomputed_tokens
             what += f"; the {kept} with the largest deviation from the store go on"
         lines.append(f"{name} {verb} {what}")

@@ -1,16 +1,21 @@
-"""Settings as flags of commands, and where to set the others."""
+"""Flags of commands: settings that are flags, their layout in --help, and what to use instead of other flags.
+
+--help shows common options; --help-all shows all of them, by panel.
+"""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from dataclasses import fields
+from typing import Any
+
+from typer.core import TyperCommand, TyperOption
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import GROUPS, IDENTITY, Settings, grouped
+from cacheblend_cli.settings import GROUPS, Settings, grouped
+from cacheblend_cli.settings.fields import REMOVED
+from cacheblend_cli.settings.identity import IDENTITY
 
 _COMMON = (
-    "top_k", "search", "min_score", "on_weak_match", "on_unsupported", "mode", "ratio", "max_tokens", "reasoning_tokens", "temperature", "top_p",
+    "top_k", "search", "on_weak_match", "on_unsupported", "mode", "ratio", "max_tokens", "reasoning_tokens", "temperature", "top_p",
     *IDENTITY, "salt", "store",
 )  # fmt: skip
 ASK = ("top_k", "collection", "expand", *_COMMON, "selector", "seed")
@@ -18,61 +23,105 @@ ASK = ("top_k", "collection", "expand", *_COMMON, "selector", "seed")
 _ENGINE = (*grouped("machine", "decoding", "memory", but=IDENTITY), *GROUPS["tier"], "embeddings", "lock_timeout")
 SERVE = ("chunk_tokens", *_COMMON, *_ENGINE, *GROUPS["serve"])
 _HOMES = (
-    (_ENGINE, "a setting of the engine", "serve"),
-    (grouped("research", but=("gradual",)), "an option for research", "eval"),
-    (("context", "max_size", *GROUPS["cutting"]), "a setting of the stored KV", "precompute"),
-    (ASK, "a setting", "ask"),
-    (tuple(vars(Settings())), "a setting", ""),
+    ("serve", _ENGINE),
+    ("eval", GROUPS["research"]),
+    ("precompute", ("context", "max_size", *GROUPS["cutting"])),
+    ("ask", ASK),
+    ("", tuple(vars(Settings()))),
 )
-"""(settings, what they are, command with their flags); the first match counts."""
-_REPLACED = {
-    "--ray": "--collector ray:ADDRESS",
-    "--decode-url": "--decoder vllm:URL",
-    "--decode-key": "the variable VLLM_API_KEY",
-    "--hand-over": "--decoder vllm:URL,DIRECTORY",
-    "--revision": "ID@REVISION",
-}
-_IN_PROCESS = "leave it out: GGUF files are decoded here, as fast as by llama.cpp"
+"""(command, settings that are its flags); the first one with a setting counts."""
 _REMOVED = {
-    "--decode-with": _IN_PROCESS,
-    "--decode-model": _IN_PROCESS,
+    "--ray": "use --collector ray:ADDRESS (docs/extending.md)",
+    "--decode-url": "use --decoder vllm:URL (docs/extending.md)",
+    "--decode-key": "use the variable VLLM_API_KEY (docs/extending.md)",
+    "--hand-over": "use --decoder vllm:URL,DIRECTORY (docs/extending.md)",
+    "--revision": "use ID@REVISION",
     "--recheck": "chunks verify checks every stored byte; cacheblend precompute --force computes KV again",
+    **{f"--{name.replace('_', '-')}": instead for name, instead in REMOVED.items()},
 }
-_NAMES = {
-    flag: field.name
-    for field in fields(Settings)
-    for flag in (field.metadata.get("flag") or f"--{field.name.replace('_', '-')}").replace("/", " ").split()
-}
+PANELS = (
+    "Finding chunks", "Reading documents", "The answer", "The prompt", "This machine and the store", "Blending, for research",
+)  # fmt: skip
+"""Panels (`rich_help_panel`) in display order. Only --help-all shows the options in them."""
+HELP_ALL = "cacheblend.help_all"
+"""Key of a context's `meta` that makes its help show the panels."""
+_CONFIRM_MARKED = ("--confirm\0marked", "--confirm=marked")
+"""Forms of --on-unsupported confirm. Typer has no options with an optional value, and a question may follow."""
+_COLUMN = 26  # width of the flags; the help of a longer one starts on the next line
+_KINDS = {"<str>": "TEXT", "<int>": "N", "<int range>": "N", "<float>": "X", "<float range>": "X", "<path>": "PATH"}
 
 
-def removed(flag: str) -> UsageError | None:
-    """Return an error that says what to use instead of a flag of earlier versions; None for other flags."""
-    if flag in _REPLACED:
-        return UsageError(f"{flag} was replaced", f"use {_REPLACED[flag]} (docs/extending.md)")
-    return UsageError(f"{flag} was removed", _REMOVED[flag]) if flag in _REMOVED else None
+class Command(TyperCommand):
+    """A command whose --help shows the options without a panel, and whose --help-all shows all."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found = super().get_params(ctx)
+        if any(_panel(parameter) for parameter in found):
+            found.append(
+                TyperOption(
+                    param_decls=["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_all,
+                    help="Show every option.",
+                )
+            )
+        return found
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        text = "\0".join(("", *args, ""))
+        for marked in _CONFIRM_MARKED:
+            text = text.replace(f"\0{marked}\0", "\0--on-unsupported\0confirm\0")
+        return super().parse_args(ctx, text.split("\0")[1:-1])
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                sections["Arguments" if is_argument else _panel(parameter) or "Options"].append(
+                    _short(parameter, record)
+                )
+        for name, records in sections.items():
+            if records and (name not in PANELS or ctx.meta.get(HELP_ALL)):
+                with formatter.section(name):
+                    formatter.write_dl(records, col_max=_COLUMN, col_spacing=2)
 
 
-def elsewhere(flag: str, args: Sequence[str]) -> UsageError | None:
-    """Return an error that says where to set a setting that is not a flag of this command; None for other flags.
+def _show_all(ctx: Any, parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        print(ctx.get_help())
+        ctx.exit()
 
-    args: of the command line, with the flag and its value.
-    """
-    if (name := _NAMES.get(flag)) is None:
+
+def _panel(parameter: Any) -> str | None:
+    return getattr(parameter, "rich_help_panel", None)
+
+
+def _short(parameter: Any, record: tuple[str, str]) -> tuple[str, str]:
+    flag, text = record
+    for long, short in _KINDS.items():
+        flag = flag.replace(long, short)
+    if isinstance(default := parameter.show_default, str):
+        text = text.replace(f"({default})", default)
+    return flag, text.replace("  [default: ", " [")
+
+
+def instead_of(flag: str) -> UsageError | None:
+    """Return an error that says what to use instead of a flag of earlier versions, or where to set a setting that is
+    not a flag of this command; None for other flags."""
+    if flag in _REMOVED:
+        return UsageError(f"{flag} was removed", _REMOVED[flag])
+    name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    command = next((command for command, names in _HOMES if name in names), None)
+    if command is None:
         return None
-    what, command = next((what, command) for names, what, command in _HOMES if name in names)
-    value = _value(name, flag, args)
-    setting = f"cacheblend config set {name} {value}"
-    switch = value in ("true", "false")
-    other = f", or cacheblend {command} {flag}{'' if switch else f' {value}'}" if command else ""
-    return UsageError(f"{flag} is {what}", f"{setting}{other}")
-
-
-def _value(name: str, flag: str, args: Sequence[str]) -> str:
-    """Return the flag's value as a word of a shell command, VALUE if it has none or may be a secret."""
+    value, argument = "VALUE", " VALUE"
     if isinstance(getattr(Settings(), name), bool):
-        return "false" if flag.startswith("--no-") else "true"
-    for word, following in zip(args, [*args[1:], ""], strict=True):
-        given = following if word == flag else word.removeprefix(f"{flag}=") if word.startswith(f"{flag}=") else ""
-        if given and not given.startswith("-") and name != "tier":
-            return shlex.quote(given)
-    return "VALUE"
+        value, argument = "false" if flag.startswith("--no-") else "true", ""
+    other = f", or cacheblend {command} {flag}{argument}" if command else ""
+    return UsageError(
+        f"{flag} is a setting, not a flag of this command", f"cacheblend config set {name} {value}{other}"
+    )

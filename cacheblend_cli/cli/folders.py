@@ -82,14 +82,14 @@ def read_list(name: str | None, paths: Sequence[str] | None) -> list[str]:
 
 class SkippedFiles:
     """Messages about skipped files: warnings for the first unreadable ones, and counts by reason at the end. verbose:
-    name every file. json: with verbose, also print each as a JSON object."""
+    name every file, with --json as JSON, too."""
 
-    def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
-        self._output, self.verbose, self._json = output, verbose, json
+    def __init__(self, output: Output, *, verbose: bool) -> None:
+        self._output, self.verbose = output, verbose
         self._warned = 0
 
     def report(self, file: Skipped) -> None:
-        if self._json and self.verbose:
+        if self._output.is_json and self.verbose:
             self._output.json({"path": file.typed, "status": "passed over", "reason": file.reason})
         if file.named:
             self._output.warn(f"skipped {file.typed}: {file.reason}")

@@ -12,7 +12,7 @@ from cacheblend_cli.cli.config import read_document, write_text
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import ModelNotFound, UsageError
-from cacheblend_cli.settings import FILE
+from cacheblend_cli.settings.sources import FILE
 
 
 def init(
@@ -34,7 +34,7 @@ def init(
     from cacheblend_cli.model.locate import check_on_disk
     from cacheblend_cli.model.recommend import CANDIDATES, detect, recommend
 
-    output, machine = Output(quiet=quiet), detect()
+    output, machine = Output(json=json, quiet=quiet), detect()
     best = recommend(machine)
     if model is not None:
         check_on_disk(model)

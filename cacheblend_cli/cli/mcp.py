@@ -10,7 +10,8 @@ from typer import Option
 from cacheblend_cli.cli import options
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
-from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
+from cacheblend_cli.settings import Resolved
+from cacheblend_cli.settings.fields import API_KEY_VARIABLE
 
 
 @options.with_settings(*options.ENGINE)

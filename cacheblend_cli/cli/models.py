@@ -45,19 +45,17 @@ def ls(
     from cacheblend_cli.model.named import NOTES, SMOLLM2
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
-    output, default = Output(), resolve({}).settings.model or SMOLLM2
+    output, default = Output(json=json), resolve({}).settings.model or SMOLLM2
     if not folder.is_dir():
         raise NotFoundError(f"no such folder: {folder}", "name the folder with the models")
     found = [(name, path, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
     rows = []
     for name, path, size, kind in found:
         is_default = name == default or os.path.realpath(path) == os.path.realpath(Path(default).expanduser())
-        if json:
-            output.json({"model": name, "kind": kind, "bytes": size, "default": is_default})
+        output.json({"model": name, "kind": kind, "bytes": size, "default": is_default})
         note = "; ".join(part for part in ("the default" if is_default else "", NOTES.get(name, "")) if part)
         rows.append((name, kind, format_size(size), note))
-    if not json:
-        output.table(("model", "kind", "size", ""), rows, right=(2,), ends=(0,))
+    output.table(("model", "kind", "size", ""), rows, right=(2,), ends=(0,))
 
 
 @app.command("pull")
@@ -75,17 +73,15 @@ def pull(
 
     from cacheblend_cli.model.hub import HubName, fetch
 
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     if quiet or not output.animated:
         disable_progress_bars()
     name = HubName.parse(model)
     output.note(f"downloading {name.text}")
     path = fetch(name)
     size = _size(path)
-    if json:
-        output.json({"model": name.text, "path": str(path), "bytes": size})
-    else:
-        output.line(str(path))
+    output.result({"model": name.text, "path": str(path), "bytes": size}, str(path))
+    if not json:
         output.note(f"{format_size(size)}; --model {name.text} uses it")
         output.note(f"after precompute, cacheblend models check {name.text} --ratio-only measures the --ratio it needs")
 
@@ -97,11 +93,9 @@ def show(settings: Settings, model: Model, json: options.Json = False) -> None:
 
     Shows family, layers, KV per token, context, dtype, and missing or unsupported features.
     """
-    output = Output()
+    output = Output(json=json)
     facts = _facts(model, output, settings)
-    if json:
-        output.json(facts)
-        return
+    output.json(facts)
     for name, value in with_kv_line(facts).items():
         shown = format_size(value) if name.endswith("bytes") or "_bytes_" in name else value
         output.text(f"{'size' if name == 'bytes' else name.replace('_', ' ').replace('bytes ', ''):<18}{shown}")
@@ -136,12 +130,12 @@ def check(
     quantised weights as they were read here.
 
     Then blending is compared with full prefill on stored chunks at rising ratios, with and without a correction, with
-    general questions or your --questions. The smallest ratio within --kl-mean and --kl-p90, by a margin, is stored for
+    general questions or your --questions. The smallest ratio within --kl-mean, by a margin, is stored for
     this model, dtype, KV codec and prompt; --ratio model, the default, uses it.
     """
     from cacheblend_cli.evaluation.samples import read_samples
 
-    output, settings = Output(quiet=quiet), replace(resolved.settings, model=model)
+    output, settings = Output(json=json, quiet=quiet), replace(resolved.settings, model=model)
     resolved = replace(resolved, settings=settings)
     asked = [sample.question for sample in read_samples(questions)] if questions is not None else []
     options.engine_config(settings)  # raise errors before torch is imported
@@ -149,10 +143,9 @@ def check(
 
     record: dict[str, Any] = {"model": model}
     if not ratio_only:
-        record |= _check_numbers(settings, output, json=json)
+        record |= _check_numbers(settings, output)
         if not record["passed"]:
-            if json:
-                output.json(record)
+            output.json(record)
             raise typer.Exit(ExitCode.INTERNAL)
     engine = options.load_engine(settings, output)
     try:
@@ -165,31 +158,26 @@ def check(
     else:
         keep_profile(engine.model, profile)
         record["profile"] = {**asdict(profile), "ratio": profile.choice and profile.choice.ratio}
-        if not json:
-            for d in profile.measured:
-                output.text(
-                    f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g} ± {d.error:.2g}, 90th percentile {d.p90:.3g}"
-                )
-            output.text(f"ratio: {profile}")
-    if json:
-        output.json(record)
+        for d in profile.measured:
+            output.text(
+                f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g} ± {d.error:.2g}, 90th percentile {d.p90:.3g}"
+            )
+        output.text(f"ratio: {profile}")
+    output.json(record)
 
 
-def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[str, Any]:
+def _check_numbers(settings: Settings, output: Output) -> dict[str, Any]:
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
 
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
     engine = options.load_engine(replace(settings, dtype=dtype), output)
     found = check_model(engine, with_transformers=not is_converted(engine.model.path))
-    if not json:
-        output.text(
-            f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits"
-        )
-        output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
-        if found.transformers is not None:
-            output.text(f"  full prefill, transformers           {found.transformers:.2g}")
-        output.text(f"{'passed' if found.passed else 'FAILED'}: rounding explains up to {found.limit:.2g}")
+    output.text(f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits")
+    output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
+    if found.transformers is not None:
+        output.text(f"  full prefill, transformers           {found.transformers:.2g}")
+    output.text(f"{'passed' if found.passed else 'FAILED'}: rounding explains up to {found.limit:.2g}")
     return {**asdict(found), "passed": found.passed}
 
 
@@ -203,29 +191,25 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
         "",
         search=SearchParams.of(replace(settings, on_weak_match="answer", top_k=settings.top_k or NUM_HITS)),
     )
-    ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=()))
+    ask = replace(ask, blend=replace(ask.blend, mode="blend"))
     try:
         store = open_store(settings, write=False)
     except cacheblend_store.StoreNotFound as error:
         raise NotFoundError(error.message, "store documents first: cacheblend precompute FOLDER") from error
     with store, on_interrupt("the ratio was not stored"), output.progress("ratio") as bar:
-        return measure_profile(
-            engine, store, ask, (settings.kl_mean, settings.kl_p90), questions, say=output.note, on_progress=bar
-        )
+        return measure_profile(engine, store, ask, settings.kl_mean, questions, say=output.note, on_progress=bar)
 
 
 @app.command("clear")
 def clear(json: options.Json = False) -> None:
     """Remove cached weights: packed, or quantised by --weight-dtype. Models stay."""
-    output, folders = Output(), [user_cache.folder(kind) for kind in (user_cache.PACKED_WEIGHTS, user_cache.QUANTISED)]
+    folders = [user_cache.folder(kind) for kind in (user_cache.PACKED_WEIGHTS, user_cache.QUANTISED)]
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    if json:
-        output.json({"removed": len(files), "bytes": size})
-    else:
-        output.text(f"removed {format_size(size)} of weights from {folders[0].parent}")
+    facts = {"removed": len(files), "bytes": size}
+    Output(json=json).result(facts, f"removed {format_size(size)} of weights from {folders[0].parent}")
 
 
 def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from typer import Option
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion
-from cacheblend_cli.cli.flags import ASK
-from cacheblend_cli.cli.help import PANELS
+from cacheblend_cli.cli.flags import ASK, PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.setting_checks import check_settings, with_origin
 from cacheblend_cli.cli.stores import OF_THE_STORE, with_model_of_store
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError, UsageError
 from cacheblend_cli.model.named import FALLBACK_NOTE, default_model
-from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.settings.identity import IDENTITY
 from cacheblend_cli.types import EVERYTHING, Scope
 
 if TYPE_CHECKING:
@@ -146,8 +146,11 @@ def _flag(name: str, help_text: str | None) -> Any:
     """Return the annotation of a setting's flag. A value of None means that the flag was not given."""
     metadata, kind = completion.SETTINGS[name].metadata, _KINDS[name]
     number_or_word = kind in (float | str, int | str)
+    flag = f"--{name.replace('_', '-')}"
     if get_origin(kind) is tuple:
         kind = list[str]
+    elif kind is bool:
+        flag += f"/--no-{name.replace('_', '-')}"
     shown, default = metadata["shown"], completion.SETTINGS[name].default
     if shown is True:  # show a default unless it is empty or off
         empty = default in ("", None, ()) or default is False
@@ -155,7 +158,7 @@ def _flag(name: str, help_text: str | None) -> Any:
     return Annotated[
         (str if number_or_word else kind) | None,
         Option(
-            *(metadata["flag"].split() or (f"--{name.replace('_', '-')}",)),
+            *(metadata["flag"].split() or (flag,)),
             help=help_text or metadata["help"],
             show_default=shown,
             metavar=("N|WORD" if kind == int | str else "X|WORD") if number_or_word else None,
@@ -238,19 +241,19 @@ def model_note(resolved: Resolved) -> str:
     return "" if name else FALLBACK_NOTE
 
 
-def note_model(resolved: Resolved, output: Output, *, json: bool) -> None:
+def note_model(resolved: Resolved, output: Output) -> None:
     """Say which model was chosen without a setting; that of the store once, on a terminal."""
-    note = "" if json else model_note(resolved)
-    if resolved.settings.model and note:
-        hint(output, note, note)
+    note = "" if output.is_json else model_note(resolved)
+    if resolved.settings.model:
+        hint(output, note)
     elif note:
         output.note(note)
 
 
-def hint(output: Output, name: str, text: str) -> None:
-    """Show a message on a terminal, unless this user has seen it."""
-    place = user_cache.place("hints", name)
-    if output.err_tty and not output.quiet and not user_cache.recall(place):
+def hint(output: Output, text: str, name: str = "") -> None:
+    """Show a message on a terminal, unless this user has seen it. name: of the message, if its text varies."""
+    place = user_cache.place("hints", name or text)
+    if text and output.err_tty and not output.quiet and not user_cache.recall(place):
         user_cache.keep(place, "shown\n")
         output.note(text)
 

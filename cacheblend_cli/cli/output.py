@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TextIO
@@ -21,16 +21,17 @@ _LEAST_NOTE = 16  # cells
 
 
 class Output:
-    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar. verbose:
-    show details, too."""
+    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar. is_json:
+    only `json` writes data; without, it writes nothing. verbose: show details, too."""
 
     _bar_shown: ClassVar[bool] = False  # the last line is a bar or status, which the next message erases
     _in_line: ClassVar[bool] = False  # the last text on the terminal has not ended its line
 
     def __init__(
-        self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False, verbose: bool = False
-    ) -> None:
-        self.out, self.err, self.quiet, self.verbose = out or sys.stdout, err or sys.stderr, quiet, verbose
+        self, out: TextIO | None = None, err: TextIO | None = None, *, json: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:  # fmt: skip
+        self.out, self.err = out or sys.stdout, err or sys.stderr
+        self.is_json, self.quiet, self.verbose = json, quiet, verbose
         for stream in (self.out, self.err):  # escape characters that the locale cannot encode
             if hasattr(stream, "reconfigure"):
                 with suppress(OSError):  # it flushes what a closed pipe or a full disk has not taken
@@ -41,6 +42,8 @@ class Output:
 
     def text(self, text: str, end: str = "\n") -> None:
         """Write data to stdout. Control characters are shown as symbols on a terminal and unchanged in a pipe."""
+        if self.is_json:
+            return
         self._erase_bar(self.out_tty)
         self.out.write((visible(text) if self.out_tty else text) + end)
         self.out.flush()
@@ -48,13 +51,31 @@ class Output:
             Output._in_line = not (text + end).endswith("\n")
 
     def json(self, record: Any) -> None:
-        """Write a JSON object on one line. Control characters are escaped on a terminal."""
+        """Write a JSON object on one line, with --json. Control characters are escaped on a terminal."""
+        if not self.is_json:
+            return
         self._erase_bar(self.out_tty)
         line = json.dumps(record, ensure_ascii=not _is_unicode(self.out))
         if self.out_tty:  # JSON itself escapes only those below U+0020
             line = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in line)
         self.out.write(line + "\n")
         self.out.flush()
+
+    def result(self, record: Any, text: str) -> None:
+        """Write a result to stdout: a JSON object with --json, else a text."""
+        self.json(record)
+        self.text(text)
+
+    def done(self, record: Any, note: str) -> None:
+        """Write what was done: a JSON object to stdout with --json, else a message to stderr unless --quiet."""
+        self.json(record)
+        if not self.is_json:
+            self.note(note)
+
+    def ids(self, ids: Iterable[str]) -> None:
+        """Write ids to stdout with --quiet, unless --json."""
+        for name in ids if self.quiet else ():
+            self.text(name)
 
     def note(self, text: str) -> None:
         """Write a message to stderr unless --quiet."""
@@ -108,6 +129,8 @@ class Output:
     ) -> None:
         """Write an aligned table to stdout. right: indexes of right-aligned columns. On a terminal, other columns
         except the first are cut to fit the width, those in `ends` at their beginning."""
+        if self.is_json:
+            return
         show = visible_line if self.out_tty else str
         cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
         widths = [max(num_cells(row[i]) for row in cells) for i in range(len(columns))]

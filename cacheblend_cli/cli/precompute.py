@@ -127,7 +127,7 @@ def precompute(
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.prompt.dates import parse_day
 
-    output, settings = Output(quiet=quiet), resolved.settings
+    output, settings = Output(json=json, quiet=quiet), resolved.settings
     select = folders.selected(include, exclude, no_ignore, follow, max_file_size, ocr, settings.ocr_languages)
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
@@ -136,13 +136,13 @@ def precompute(
     given, day = _given(resolved, has_paths=has_paths), None if date is None else parse_day(date)
     CollectSettings(**given)  # raise errors before torch is imported, and read files before the model
     listed = folders.read_list(files_from, paths)
-    skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
+    skipped_files = folders.SkippedFiles(output, verbose=verbose)
     folders.check_files(paths or (), listed, select, settings, skipped_files)
     engine = options.load_engine(settings, output)
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
 
-    options.note_model(resolved, output, json=json)
+    options.note_model(resolved, output)
     chosen, missing = Paths(paths or (), listed, select, settings.collection), list[str]()
     if not has_paths:
         remembered, missing = remembered_paths(engine, settings, output)
@@ -155,7 +155,7 @@ def precompute(
         with (
             _cluster(engine, settings, collector, workers) as cluster,
             opened as kv_store,
-            closing(_View(output, skipped_files, json=json)) as view,
+            closing(_View(output, skipped_files)) as view,
         ):
             if kv_store is not None and not dry_run:
                 share(kv_store, settings, output, strict=True)
@@ -281,8 +281,8 @@ class _View:
     """Show events as messages and a progress bar: first for reading, then for the tokens to compute. Tokens that need
     no work are not part of the bar, so that they do not count as speed."""
 
-    def __init__(self, output: Output, skipped_files: folders.SkippedFiles, *, json: bool) -> None:
-        self.output, self.skipped_files, self.json = output, skipped_files, json
+    def __init__(self, output: Output, skipped_files: folders.SkippedFiles) -> None:
+        self.output, self.skipped_files = output, skipped_files
         self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self.done = self.total = 0
@@ -321,9 +321,9 @@ class _View:
 
     def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
         """Show the result of storing in `place`."""
-        if report.documents or report.gone or self.json:
+        if report.documents or report.gone or self.output.is_json:
             if dry_run:
-                _dry_summary(report, self.output, self.json)
+                _dry_summary(report, self.output)
             else:
                 _summary(report, self.output, place)
         if not (report.unchanged or dry_run):
@@ -359,7 +359,7 @@ class _View:
             self.output.warn(event.message)
         elif event.chunk is not None:
             self._count(event.done)
-            if self.json:
+            if self.output.is_json:
                 self.output.json(event.chunk.record)
             elif self.output.quiet:
                 self.output.text(event.chunk.id)
@@ -422,10 +422,10 @@ def _summary(report: PrecomputeReport, output: Output, place: str) -> None:
     )
 
 
-def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
+def _dry_summary(report: PrecomputeReport, output: Output) -> None:
     difference = report.difference
     amounts = {name: getattr(difference, name) for name in ("new", "replaced", "unchanged", "removed")}
-    if json:
+    if output.is_json:
         facts = {"documents": report.documents, "tokens": report.tokens, "bytes": report.bytes}
         facts |= {name: vars(amount) for name, amount in amounts.items()}
         omissions = {document.source: document.omissions for document in report.incomplete}

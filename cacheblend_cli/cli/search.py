@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.search import SearchResult
 
 
-@options.with_settings(
-    *grouped("search", but=["order", "on_weak_match", "on_unsupported"]), "store", top_k="Number of chunks."
-)
+@options.with_settings(*grouped("search", but=["on_weak_match", "on_unsupported"]), "store", top_k="Number of chunks.")
 def search(
     settings: Settings,
     query: str = Argument(help="Search query."),
@@ -40,7 +38,7 @@ def search(
     """
     from cacheblend_cli.corpus.search import damaged_note, left_out_notes, look, more_note, weak_note
 
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
     check_text(query, "the query")
@@ -53,26 +51,24 @@ def search(
         warm = None if local else search_warm(settings, query, params, output.note)
         found, by = warm or (look(kv_store, query, params, output.note), "")
         weak = weak_note(kv_store, scope) if found.weak else ""
-    _show(found, output, json=json)
+    _show(found, output)
     damaged = damaged_note(found.num_damaged) if found.num_damaged else ""
     more = more_note(found.num_more, params.k) if found.num_more else ""
     for note in filter(None, (*left_out_notes(found.num_cut, found.num_repeated), more, damaged, weak, by)):
         output.note(note)
 
 
-def _show(found: SearchResult, output: Output, *, json: bool) -> None:
+def _show(found: SearchResult, output: Output) -> None:
     rows, digits = [], 4 if found.by == "both" else 2
     for hit in found.hits:
         source = shown(hit.source)
-        if json:
-            record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
-            record |= {"snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)}
-            output.json({**record, "also_in": list(map(shown, hit.others))})
-        elif output.quiet:
-            output.text(hit.id)
+        record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
+        record |= {"snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)}
+        output.json({**record, "also_in": list(map(shown, hit.others))})
+        output.ids([hit.id])
         score = "" if hit.beside else f"{hit.score:.{digits}f}"
         rows.append((hit.id[:12], score, f"{source}#{hit.index}", hit.snippet[:90]))
-    if not (json or output.quiet):
+    if not (output.is_json or output.quiet):
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))
         for hit in found.hits:
             if hit.others:

@@ -12,23 +12,21 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
-import cacheblend_store
 from typer import Option
 
 from cacheblend_cli import extensions
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.flags import SERVE
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.extras import require
+from cacheblend_cli.extras import SERVING, require
 from cacheblend_cli.model.read_ahead import read_ahead
-from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, Settings
+from cacheblend_cli.settings import Resolved, Settings
+from cacheblend_cli.settings.fields import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore
-
     from cacheblend_cli.engine.events import EngineStats
     from cacheblend_cli.server.server_state import Decoder
     from cacheblend_cli.server.tenants import Keyring
@@ -76,23 +74,23 @@ def serve(
 
     ask and chat with the same store, model and settings use the running engine automatically.
     """
-    output, settings = Output(quiet=quiet), resolved.settings
+    output, settings = Output(json=json, quiet=quiet), resolved.settings
     if sum((background, status, stop)) > 1:
         raise UsageError("--background, --status and --stop were given together", "give one of them")
     if stop:
-        _stop(settings, grace, output, json=json)
+        _stop(settings, grace, output)
     elif status:
-        _status(settings, output, json=json)
+        _status(settings, output)
     elif background:
         if decoder is not None:
             raise UsageError("--background cannot be used with --decoder", "omit it; use a service manager")
-        _start(settings, idle_exit, output, json=json)
+        _start(settings, idle_exit, output)
     else:
         http = _Http(
             host, port, unix_socket, max_waiting, max_body, grace, idle_exit or 0.0, find_passages, any_model,
             decoder or "",
         )  # fmt: skip
-        _run(resolved, http, [*(api_key or ())], api_key_file, output, json=json)
+        _run(resolved, http, [*(api_key or ())], api_key_file, output)
 
 
 @dataclass(frozen=True)
@@ -111,34 +109,32 @@ class _Http:
     decoder: str  # NAME:ADDRESS, or empty
 
 
-def _stop(settings: Settings, grace_s: float, output: Output, *, json: bool) -> None:
+def _stop(settings: Settings, grace_s: float, output: Output) -> None:
     from cacheblend_cli.server.background import stop_all
 
     for pid in stop_all(settings, grace_s):
-        _show({"pid": pid, "stopped": True}, f"stopped the server with process id {pid}", output, json=json)
+        output.result({"pid": pid, "stopped": True}, f"stopped the server with process id {pid}")
 
 
-def _status(settings: Settings, output: Output, *, json: bool) -> None:
+def _status(settings: Settings, output: Output) -> None:
     from cacheblend_cli.server.background import running
 
     for engine_status in running(settings):
-        _show(engine_status, _status_line(engine_status), output, json=json)
+        output.result(engine_status, _status_line(engine_status))
 
 
-def _start(settings: Settings, idle_exit_s: float | None, output: Output, *, json: bool) -> None:
-    check_installed()
+def _start(settings: Settings, idle_exit_s: float | None, output: Output) -> None:
+    require(*SERVING)
     from cacheblend_cli.server.background import listens, start
 
     if listens(settings):
         output.note("an engine with these settings is already running; other flags of this command are ignored")
     reply = start(settings, 3600.0 if idle_exit_s is None else idle_exit_s)
-    _show(reply, _status_line(reply), output, json=json)
+    output.result(reply, _status_line(reply))
 
 
-def _run(
-    resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None, output: Output, *, json: bool
-) -> None:
-    check_installed()
+def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None, output: Output) -> None:
+    require(*SERVING)
     from cacheblend_cli.server.auth import LOOPBACK, read_origins
     from cacheblend_cli.server.background import ask_status
     from cacheblend_cli.server.tenants import Keyring, read_keys
@@ -164,12 +160,12 @@ def _run(
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     sampling = sampling_of(settings)
-    with _opened(settings, output) as store, ExitStack() as held:
+    with store_in_use(settings, create=True, note=output.note) as store, ExitStack() as held:
         share(store, settings, output, strict=True)
         warm_socket, public, url = _bind(warm, http, held)
         remote: Decoder | None = extensions.load("decoder", elsewhere)(address) if elsewhere else None
         engine = options.load_engine(settings, output)
-        options.note_model(resolved, output, json=json)
+        options.note_model(resolved, output)
         if remote is not None:
             from cacheblend_cli.kv.export import check_exportable
 
@@ -246,30 +242,6 @@ def _memory_line(own: int, stats: EngineStats) -> str:
         f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(stats.pool_bytes)} "
         f"as it is used, and up to {format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
     )
-
-
-def check_installed() -> None:
-    """Raises UsageError if a package that serving needs is not installed."""
-    require("serve", "serve", "starlette", "uvicorn", "prometheus_client")
-
-
-def _show(record: dict[str, Any], line: str, output: Output, *, json: bool) -> None:
-    if json:
-        output.json(record)
-    else:
-        output.text(line)
-
-
-def _opened(settings: Settings, output: Output) -> ChunkStore:
-    """Open the store for writing and create it, or for reading if it exists and this user cannot write to it."""
-    try:
-        return open_store(settings, write=True)
-    except cacheblend_store.StorePermission as error:
-        path = settings.store_path
-        if not path.exists() or os.access(path, os.W_OK):  # cannot be created, or is not safe
-            raise
-        output.note(f"{error.message}: documents and computed KV are not stored")
-        return open_store(settings, write=False)
 
 
 def _status_line(reply: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ from cacheblend_store.errors import StoreError
 from cacheblend_cli.cli.stores import OF_THE_STORE
 from cacheblend_cli.cli.units import keep_alive_s, parse_size
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, UsageError
-from cacheblend_cli.settings import DEFAULTS, Resolved, Settings, config_files, grouped, of_settings
+from cacheblend_cli.settings import DEFAULTS, Resolved, Settings, grouped, of_settings
+from cacheblend_cli.settings.sources import config_files
 from cacheblend_cli.types.blend import BlendParams
 from cacheblend_cli.types.sampling import sampling_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -65,14 +66,19 @@ def _accept(folder: Path, identity: str) -> None:
         )
 
 
-def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
+def store_in_use(
+    settings: Settings, *, write: bool = True, create: bool = False, note: Callable[[str], None] = lambda text: None
+) -> ChunkStore:
     """Open a store for writing (to record use and save computed chunks), or for reading without permission. create:
-    make it if it is missing."""
+    make it if it is missing. note: called with the reason for reading only."""
     if write:
         try:
             return open_store(settings, write=True, create=create)
-        except cacheblend_store.StorePermission:
-            pass
+        except cacheblend_store.StorePermission as error:
+            path = settings.store_path
+            if create and (not path.exists() or os.access(path, os.W_OK)):  # cannot be created, or is not safe
+                raise
+            note(f"{error.message}: documents and computed KV are not stored")
     return open_store(settings, write=False)
 
 

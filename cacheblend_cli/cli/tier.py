@@ -59,7 +59,7 @@ def push(
     Existing objects are not copied again, so an interrupted push can be continued. Documents below the working
     directory get relative names, which pull resolves in its own working directory.
     """
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
         raise UsageError("chunks to push were named in more than one way", "ids, --source and --model, or --all")
     tier = open_tier(settings, url)
@@ -71,7 +71,7 @@ def push(
         output.progress("push") as bar,
     ):
         keys = _choose(store, chunks, source, model)
-        report = push_to(store, tier, keys, portable, partial(_on_chunk, output, bar, json))
+        report = push_to(store, tier, keys, portable, partial(_on_chunk, output, bar))
     _summary(output, report, f"to {url}", "see: cacheblend chunks verify --repair")
 
 
@@ -90,7 +90,7 @@ def pull(
     The store's own data is kept, so an interrupted pull can be continued. Exits with 4 if an object was rejected; the
     others are copied. Without --tier-key-file, everyone who can write to the tier is trusted.
     """
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     if chunks and source is not None:
         raise UsageError("chunks to pull were named in more than one way", "ids or --source")
     tier = open_tier(settings, url, create=False)
@@ -102,7 +102,7 @@ def pull(
         output.progress("pull") as bar,
     ):
         report = pull_from(
-            store, tier, _wanted(chunks, source), landed, partial(_on_chunk, output, bar, json),
+            store, tier, _wanted(chunks, source), landed, partial(_on_chunk, output, bar),
             replace_documents=replace,
         )  # fmt: skip
     for name in report.kept:
@@ -199,7 +199,7 @@ def describe(settings: Settings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def prune(settings: Settings, age: float, output: Output, *, dry_run: bool, json: bool) -> None:
+def prune(settings: Settings, age: float, output: Output, *, dry_run: bool) -> None:
     """Delete the objects of the tier that were written longer than `age` seconds ago."""
     if not settings.tier:
         raise UsageError("no tier is set", "CACHEBLEND_TIER=URL, or: cacheblend config set tier URL")
@@ -210,12 +210,9 @@ def prune(settings: Settings, age: float, output: Output, *, dry_run: bool, json
         count, num_bytes = prune_tier(
             tier, time.time() - age, dry_run=dry_run, progress=lambda done, total: bar(done, total, "objects")
         )
-    if json:
-        output.json({"removed": 0 if dry_run else count, "objects": count, "bytes": num_bytes, "dry_run": dry_run})
-    else:
-        output.note(
-            f"{counted(count, 'object')} of {tier.url} {'would be ' if dry_run else ''}removed: {format_size(num_bytes)}"
-        )
+    facts = {"removed": 0 if dry_run else count, "objects": count, "bytes": num_bytes, "dry_run": dry_run}
+    would = "would be " if dry_run else ""
+    output.done(facts, f"{counted(count, 'object')} of {tier.url} {would}removed: {format_size(num_bytes)}")
 
 
 def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, model: str | None) -> set[bytes] | None:
@@ -252,17 +249,13 @@ def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentR
     return wanted
 
 
-def _on_chunk(
-    output: Output, bar: Callable[[int, int, str], None], json: bool, chunk: MovedChunk, done: int, total: int
-) -> None:
+def _on_chunk(output: Output, bar: Callable[[int, int, str], None], chunk: MovedChunk, done: int, total: int) -> None:
     bar(done, total, "chunks")
     bad = chunk.status in ("rejected", "damaged")
-    if json:
-        record = {"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes, "reason": chunk.reason or None}
-        output.json(record)
-    elif output.quiet and not bad:
-        output.text(chunk.id)
-    if bad:
+    output.json({"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes, "reason": chunk.reason or None})
+    if not bad:
+        output.ids([chunk.id])
+    else:
         output.warn(f"chunk {chunk.id[:12]} is {chunk.status}: {chunk.reason}")
 
 

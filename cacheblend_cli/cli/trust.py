@@ -11,7 +11,8 @@ from cacheblend_cli import trust as record
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import config_files, read_settings, risky_settings
+from cacheblend_cli.settings.identity import risky_settings
+from cacheblend_cli.settings.sources import config_files, read_settings
 
 
 def trust(
@@ -25,7 +26,7 @@ def trust(
     hold the store: they may have come with a checkout, and decide where your data goes. Shows what is accepted. A
     changed file must be trusted again.
     """
-    output = Output()
+    output = Output(json=json)
     if not folder.is_dir():
         raise NotFoundError(f"no such folder: {folder}", "check the path")
     file, own = next(iter(config_files(folder)[1:]), None), folder / record.PROJECT_FOLDER
@@ -42,11 +43,7 @@ def trust(
             _accept(own)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}", "check its owner and permissions") from error
-    if json:
-        output.json(
-            {"file": file and str(file), "settings": found, "store": store and str(store), "trusted": not remove}
-        )
-        return
+    output.json({"file": file and str(file), "settings": found, "store": store and str(store), "trusted": not remove})
     verb = "no longer trusted" if remove else "trusted"
     if file:
         output.line(f"{verb}: {file}")

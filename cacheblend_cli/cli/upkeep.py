@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,40 +37,39 @@ def stats(
 
     Chunks and bytes by model, the size and free space of the file, and the folders that precompute remembers.
     """
-    output = Output()
+    output = Output(json=json)
     with open_store(settings, write=False) as kv_store:
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
         remembered = list(map(shown, roots_in(kv_store)))
     of_tier = tier.describe(settings) if settings.tier else None
     models = sorted(found.models.items())
+    record: dict[str, Any] = {
+        "path": str(settings.store_path),
+        **found.totals(),
+        "damaged": found.damaged,
+        "without_kv": found.without_kv,
+        "models": [
+            {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
+            for (name, fingerprint, codec), share in models
+        ],
+        "prefixes": vars(found.prefixes),
+        "remembered": remembered,
+    }
+    record |= {"tier": of_tier} if of_tier else {}
+    output.json(record | ({"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}))
     if json:
-        record: dict[str, Any] = {
-            "path": str(settings.store_path),
-            **found.totals(),
-            "damaged": found.damaged,
-            "without_kv": found.without_kv,
-            "models": [
-                {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
-                for (name, fingerprint, codec), share in models
-            ],
-            "prefixes": vars(found.prefixes),
-            "remembered": remembered,
-        }
-        record |= {"tier": of_tier} if of_tier else {}
-        record |= {"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}
-        output.json(record)
-    else:
-        _show_stats(settings, found, of_tier, output)
-        if remembered:
-            output.line(f"precompute without a path updates {', '.join(remembered)}")
-        columns = ("chunks", "tokens", "KV", "KV per token")
-        if models:
-            rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
-            show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
-        if sources:
-            by_source = [(name, *_share(share)) for name, share in shares]
-            output.table(("source", *columns), by_source, right=(1, 2, 3, 4), ends=(0,))
+        return
+    _show_stats(settings, found, of_tier, output)
+    if remembered:
+        output.line(f"precompute without a path updates {', '.join(remembered)}")
+    columns = ("chunks", "tokens", "KV", "KV per token")
+    if models:
+        rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
+        show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
+    if sources:
+        by_source = [(name, *_share(share)) for name, share in shares]
+        output.table(("source", *columns), by_source, right=(1, 2, 3, 4), ends=(0,))
 
 
 def _show_stats(settings: Settings, found: StoreStats, of_tier: dict[str, Any] | None, output: Output) -> None:
@@ -123,7 +121,7 @@ def verify(
     Exits with 4 if damage was found and not repaired ("ok" in --json). With -q, print only the ids of damaged chunks.
     --repair also rebuilds a store that cannot be opened from its readable records.
     """
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     rebuilt = _rebuild(settings, output) if repair else None
     with open_store(settings, write=repair, create=False) as kv_store, output.progress("verify") as bar:
         report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
@@ -210,7 +208,7 @@ def prune(
     A chunk whose KV is evicted is still found and cited, and computed when a question needs it.
     Asks before --model removes chunks of more than one document.
     """
-    output = Output(quiet=quiet)
+    output = Output(json=json, quiet=quiet)
     others = to_size is not None or orphans or model is not None
     if older_than is None and not others:
         raise UsageError("no condition was given", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
@@ -219,29 +217,26 @@ def prune(
     if of_tier:
         if age is None or others:
             raise UsageError("--tier takes only --older-than", "chunks prune --tier --older-than 30d")
-        tier.prune(settings, age, output, dry_run=dry_run, json=json)
+        tier.prune(settings, age, output, dry_run=dry_run)
         return
     with open_store(settings, write=not dry_run, create=False) as kv_store:
         free = partial(cacheblend_store.prune, kv_store, older_than=age, to_bytes=size, orphans=orphans, model=model)
         if model is not None and not dry_run:
-            _confirm(kv_store, free(dry_run=True).keys, output, yes=yes)
+            deleting.confirm(output, kv_store, free(dry_run=True).keys, yes=yes)
         report = free(dry_run=dry_run)
         free_bytes = deleting.free_bytes(kv_store)
-    _show_pruned(report, output, json=json, dry_run=dry_run)
+    _show_pruned(report, output, dry_run=dry_run)
     if not (json or dry_run):
         deleting.note_free(output, free_bytes)
 
 
-def _show_pruned(report: PruneReport, output: Output, *, json: bool, dry_run: bool) -> None:
-    if json:
+def _show_pruned(report: PruneReport, output: Output, *, dry_run: bool) -> None:
+    if output.is_json:
         ids = {"ids": [key.hex() for key in report.keys], "evicted_ids": [key.hex() for key in report.evicted]}
         counts = {"removed": len(report.keys) * (not dry_run), "evicted": len(report.evicted) * (not dry_run)}
         output.json({**counts, "bytes": report.bytes, **ids, "dry_run": dry_run})
         return
-    if output.quiet:
-        for key in (*report.keys, *report.evicted):
-            output.text(key.hex())
-        return
+    output.ids(key.hex() for key in (*report.keys, *report.evicted))
     removed, evicted = counted(len(report.keys), "chunk"), counted(len(report.evicted), "chunk")
     would = "would be " if dry_run else ""
     parts = [f"{removed} {would}removed"] if report.keys or not report.evicted else []
@@ -249,24 +244,13 @@ def _show_pruned(report: PruneReport, output: Output, *, json: bool, dry_run: bo
     output.note(f"{', '.join(parts)}: {format_size(report.bytes)}")
 
 
-def _confirm(store: ChunkStore, keys: Iterable[bytes], output: Output, *, yes: bool) -> None:
-    with store.read() as reader:
-        documents = {document for key in keys for document in reader.documents_of(key)}
-        sources = {record.source for record in map(reader.document, documents) if record is not None}
-        manifests = list(filter(None, map(reader.undamaged, keys)))
-    deleting.confirm(output, len(sources), manifests, yes=yes)
-
-
 @options.with_settings("store", "lock_timeout")
 def compact(settings: Settings, json: options.Json = False) -> None:
     """Return the free pages of the store's file to the disk."""
-    output = Output()
     with open_store(settings, write=True, create=False) as kv_store:
         before, after = cacheblend_store.compact(kv_store)
-    if json:
-        output.json({"bytes_before": before, "bytes_after": after})
-    else:
-        output.note(f"{format_size(before)} before, {format_size(after)} after")
+    facts = {"bytes_before": before, "bytes_after": after}
+    Output(json=json).done(facts, f"{format_size(before)} before, {format_size(after)} after")
 
 
 def _share(share: Amount) -> tuple[str, str, str, str]:

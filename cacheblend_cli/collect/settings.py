@@ -17,7 +17,7 @@ from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.settings import REMOVED_KV_DTYPES, check_kv_dtype
+from cacheblend_cli.settings.fields import REMOVED_KV_DTYPES, check_kv_dtype
 
 
 @dataclass(frozen=True)

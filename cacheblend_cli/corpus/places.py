@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend_documents.converted import shortened, told_apart
 
-from cacheblend_cli.settings import FILE
+from cacheblend_cli.settings.sources import FILE
 
 if TYPE_CHECKING:
     from cacheblend_store import Locator

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 CONTEXTS = ("sink", "document", "neighbours")
 _CONTEXT_ORDER = ("document", "neighbours", "sink")
 BY = ("words", "meaning", "both")
-ORDERS = ("rank", "exact")
 ON_WEAK_MATCH = ("answer", "refuse")
 WEAK_BELOW = {"words": 0.4, "meaning": 0.33, "both": 0.38}
 """Kind of search -> `SearchResult.evidence` below which the best hit is a weak match. Measured in study/search.md."""
@@ -82,7 +81,6 @@ class Lookup(SearchParams):
         unknown values, NotFoundError if the named embeddings do not exist.
         """
         check_known("context", params.context, CONTEXTS)
-        check_known("order", params.order, ORDERS)
         check_known("on_weak_match", params.on_weak_match, ON_WEAK_MATCH)
         check_known("search", params.by, ("auto", *BY))
         embedder = None
@@ -201,7 +199,7 @@ def _search(db: sqlite3.Connection, query: str, lookup: Lookup, collections: Seq
         ranking = fuse(words, meaning, counted.of, lookup.k)
     distinct = _Distinct(db)
     ranked = distinct.of(counted.of(ranking))
-    rows = [row for row in islice(ranked, lookup.k) if row.score >= lookup.min_score]
+    rows = list(islice(ranked, lookup.k))
     num_found, num_repeated = len(rows), distinct.num_repeated
     beyond = list(islice(ranked, _BEYOND))
     matches = {row.id: words.of(row)[0] if words and not meaning else row.score for row in (*rows, *beyond)}
@@ -210,7 +208,7 @@ def _search(db: sqlite3.Connection, query: str, lookup: Lookup, collections: Seq
     evidence, num_more = best + max(best - other, 0.0) / 2, 0
     if num_found == lookup.k and matches[rows[-1].id] >= best - _AS_GOOD and evidence >= WEAK_BELOW[lookup.by]:
         least = matches[rows[-1].id] - _AS_GOOD / 2
-        num_more = sum(matches[row.id] >= least and row.score >= lookup.min_score for row in beyond)
+        num_more = sum(matches[row.id] >= least for row in beyond)
     if lookup.cut and meaning:
         rows = [row for row in rows if row.score >= rows[0].score - MAX_DROP]
     hits = []
@@ -369,10 +367,7 @@ def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str
 def found_elsewhere(
     store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None
 ) -> NotFoundError | None:
-    """Return an error naming what excluded the hits (score or scope), or None if the whole store has none."""
-    if lookup.min_score and (hits := search(store, query, replace(lookup, min_score=0.0), collections).hits):
-        best = f"the best hit has a score of {hits[0].score:.4g}, below --min-score {lookup.min_score:g}"
-        return NotFoundError(best, "lower --min-score; cacheblend search shows the scores")
+    """Return an error that hits are outside the scope, or None if the whole store has none."""
     if search(store, query, Lookup(1), collections).hits:
         count = num_elsewhere(store, lookup.scope, collections)
         what = f"no match in these documents; other stored documents match ({_not_searched(count)})"

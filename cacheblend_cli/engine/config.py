@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.wording import check_prompt, parse_variables
-from cacheblend_cli.settings import check_kv_dtype
+from cacheblend_cli.settings.fields import check_kv_dtype
 
 POOL_DTYPES = ("auto", "float8_e4m3")
 MOST_SWAP = 1 << 20  # GiB: a petabyte

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import abc
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -113,7 +114,7 @@ def prefill(
         rows = slice_rows or runtime.slice_rows
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
-            with PrefillState(decoder, request.source, sequence, given) as state:
+            with closing(PrefillState(decoder, request.source, sequence, given).open()) as state:
                 result = state.rest() if output_positions is None else state.whole(output_positions(plan))
                 done = Prefilled(request, result, runtime=runtime, sequence=sequence)
             if report is None:

@@ -56,11 +56,16 @@ def check_blends(engine: Engine) -> None:
         raise NotFoundError(f"{engine.model.name} {reason}", "ask --verify compares an answer with a full prefill")
 
 
+def p90_limit(kl_mean: float) -> float:
+    """Return the limit of the 90th percentile that belongs to a limit of the mean."""
+    return kl_mean * 8 / 3
+
+
 def measure_profile(
     engine: Engine,
     store: ChunkStore,
     ask: AskRequest,
-    limits: tuple[float, float],
+    kl_mean: float,
     questions: Sequence[str] = (),
     *,
     say: Callable[[str], None] = lambda text: None,
@@ -69,11 +74,11 @@ def measure_profile(
     """Measure rising ratios, each with and without a correction, until mean and 90th percentile of the KL are within
     the limits. Stores nothing.
 
-    ask: search parameters and blending, except for the ratio. questions: questions to use instead of general ones. say:
-    called with the maximum duration. Raises NotFoundError for too few prompts.
+    ask: search parameters and blending, except for the ratio. kl_mean: limit of the mean, see `p90_limit`. questions:
+    questions to use instead of general ones. say: called with the maximum duration. Raises NotFoundError for too few
+    prompts.
     """
     check_blends(engine)
-    kl_mean, kl_p90 = limits
     asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
     requests = list(usable(engine, asked, len(questions) or PROMPTS))
     if len(requests) < LEAST_PROMPTS:
@@ -102,7 +107,7 @@ def measure_profile(
                 kl.append(distance(engine, replace(request, blend=blend), answer))
                 on_progress(len(requests) * (1 + len(found)) + len(kl), steps, f"ratio {ratio:g}, {correction}")
             found.append(distance_of(ratio, correction, kl))
-        profile = Profile(under, len(requests), kl_mean, kl_p90, tuple(found))
+        profile = Profile(under, len(requests), kl_mean, p90_limit(kl_mean), tuple(found))
         if profile.choice is not None:
             break
     return profile

@@ -38,7 +38,7 @@ Copy = Callable[[int, memoryview], None]  # see `ChunkReader.copies`
 
 
 class KVLoader:
-    """Loads KV layer by layer, ahead of compute, while the context is entered. This one has nothing to load.
+    """Loads KV layer by layer, ahead of compute, from `open` to `close`. This one has nothing to load.
 
     The figures are final after the last wait. On a GPU, reading the seconds synchronises.
     """
@@ -56,11 +56,18 @@ class KVLoader:
         """Seconds of load_s that computing waited."""
         return 0.0
 
-    def __enter__(self) -> Self:
+    def open(self) -> Self:
+        """Start loading. Raises BadChunk."""
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         """Stop loading."""
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def wait(self, layer: int) -> None:
         """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, except with tensor
@@ -98,7 +105,7 @@ class StoredLoader(KVLoader):
     def stall_s(self) -> float:
         return self._transfer.seconds()[1]
 
-    def __enter__(self) -> StoredLoader:
+    def open(self) -> StoredLoader:
         self._rows = [self._stored.rows(batch[self._shapes[0]].spans) for batch in self._batches]
         num_batches = len(self._shapes) * len(self._batches)
         num_buffers = min(num_batches, self._num_workers * self._transfer.buffers_a_worker)
@@ -115,7 +122,7 @@ class StoredLoader(KVLoader):
         self._running = [self._workers.submit(self._work, reader) for _ in range(self._readers)]
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._queue.stop()
         for _ in self._running:
             self._free.put(None)

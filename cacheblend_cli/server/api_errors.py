@@ -21,10 +21,11 @@ _MESSAGES = {
 _FIELDS = {
     **{name: f"blend.{name}" for name in grouped("blend", "research")},
     **{name: name for name in GROUPS["sampling"]},
-    "sample_top_k": "top_k", "top_k": "search.k", "chunks": "chunks", "logprobs": "logprobs", "json_schema": "response_format",
+    "top_k": "search.k", "chunks": "chunks", "logprobs": "logprobs", "json_schema": "response_format",
     "regex": "regex", "system": "messages", "verify": "verify", "explain": "explain",
 }  # fmt: skip
 """Setting of the command line -> request field with the same meaning."""
+_ONLY_FIELDS = ("top_k", "min_p")  # of sampling, without a setting
 OLLAMA = "/api/"
 """Path prefix of Ollama's API."""
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
@@ -85,7 +86,7 @@ def in_fields(text: str) -> tuple[str, str | None]:
     """Return the message with request fields in place of flags, and the first field it names."""
     named = [_FIELDS[flag] for flag in map(_as_setting, _FLAG.findall(text)) if flag in _FIELDS]
     first = text.split(" ", 1)[0].strip("'\":,")
-    param = named[0] if named else first if first in _FIELDS.values() else None
+    param = named[0] if named else first if first in (*_FIELDS.values(), *_ONLY_FIELDS) else None
     return _FLAG.sub(lambda match: _FIELDS.get(_as_setting(match[1]), match[0]), text), param
 
 

@@ -75,13 +75,8 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     mode: Value | None = None
     ratio: float | Value | None = None
-    ratio_floor: float | None = None
     selector: Value | None = None
-    deviation: Value | None = None
     check_layer: Int | None = None
-    block: Int | None = None
-    gradual: Value | None = None
-    probe_layers: Value | None = None
     correction: Value | None = None
 
     @property

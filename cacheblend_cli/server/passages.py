@@ -40,11 +40,11 @@ class Element:
 
 @dataclass(frozen=True)
 class MessagePassage:
-    """A passage extracted from a message."""
+    """A passage that was found in a message."""
 
-    id: str
-    title: str
-    message: int  # index of the message
+    id: str  # id in its tag
+    title: str  # title in its tag
+    message: int  # index in `messages`
     characters: int  # length of the text
 
 

@@ -21,7 +21,7 @@ from cacheblend_cli.types.answer import (
     unsupported_line,
 )  # fmt: skip
 from cacheblend_cli.types.auto import AutoReport, Decision, Estimate, Speeds, Workload
-from cacheblend_cli.types.blend import BlendParams, parse_checks, parse_layers
+from cacheblend_cli.types.blend import BlendParams
 from cacheblend_cli.types.events import EVENTS, AnswerEvent, CompletedAnswer, Notes, Piece, Progress
 from cacheblend_cli.types.request import (
     EVERYTHING,
@@ -52,5 +52,5 @@ __all__ = [
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
     "Notes", "Piece", "Progress", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
     "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",
-    "overridden", "parse_checks", "parse_layers", "sampling_of", "unsupported_line",
+    "overridden", "sampling_of", "unsupported_line",
 ]  # fmt: skip

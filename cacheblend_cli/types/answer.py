@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import StrEnum
 from typing import Any, Literal
 
 from cacheblend_cli.types.auto import AutoReport
@@ -13,10 +13,10 @@ from cacheblend_cli.types.sampling import TokenLogprob
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "handed_over"]
 
 
-class LayerStatus(IntEnum):
-    PREFILL = 0
-    CHECK = 1
-    AFTER_CHECK = 2
+class LayerStatus(StrEnum):
+    PREFILL = "PREFILL"
+    CHECK = "CHECK"
+    AFTER_CHECK = "AFTER_CHECK"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LayerReport:
     """One layer of a blended prefill."""
 
     layer: int  # number of the layer, from 0
-    status: LayerStatus  # PREFILL, CHECK or AFTER_CHECK
+    status: LayerStatus  # work of the layer, see architecture.md
     rows: int  # tokens that passed through the layer
     fresh: int  # reusable tokens whose KV or hidden state was computed at this layer
 
@@ -121,14 +121,14 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class TierUse:
-    """Counts of a tier for one prompt."""
+    """Use of a shared tier by one prompt."""
 
     asked: int  # chunks without KV in the store
-    found: int  # asked chunks that the tier has
+    found: int  # chunks that the tier has
     taken: int  # chunks loaded whole
     lost: int  # chunks found, but late, unreadable or damaged
-    num_bytes: int
-    seconds: float  # from the first request to the last answer
+    num_bytes: int  # bytes read
+    seconds: float  # time from the first request to the last reply
 
 
 NEVER_CHECKED = "models check was not run for this model"
@@ -137,54 +137,65 @@ NO_RATIO = "none: recurrent layers need every token in order, so nothing is blen
 """`Answer.ratio_from` of a model with recurrent layers: what its prompt begins with is restored."""
 SCHEMA_VERSION = 1
 """Version of the JSON form, raised when a key is removed or changes its meaning. New keys do not raise it."""
-_REPORTED = (
-    "finish_reason", "model", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens",
-    "recomputed_tokens",
+OPTIONAL = (
+    "prefix_cache_tokens", "reasoning", "reasoning_tokens", "auto", "tier", "verify", "confirm", "logprobs", "prompt_logprobs", "prompt_ids",
+    "generated_ids", "layers",
 )  # fmt: skip
+"""Keys of the JSON form that are absent unless they apply."""
 
 
 @dataclass
 class Answer:
-    """An answer. Its JSON form (`to_dict`) is that of `ask --json`."""
+    """The object of `ask --json`, and each line of `ask --batch`."""
 
-    text: str  # the streamed part of the answer
-    finish_reason: str
-    model: str
-    mode: str
-    selector: str
-    ratio: float
-    prompt_tokens: int
-    cached_tokens: int
-    exact_tokens: int
-    recomputed_tokens: int
-    recompute_fraction: float
-    chunks: list[ChunkUse]
-    timing: Timing
-    kv_bytes_loaded: int
-    prompt_ids: list[int]
-    generated_ids: list[int]
-    verify: Verification | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the prompt's second token on, if requested
-    claims: list[Claim] = field(default_factory=list)  # what could be looked up, in the order of the text
-    notes: list[str] = field(default_factory=list)  # messages for people
-    layers: list[LayerReport] = field(default_factory=list)
-    auto: AutoReport | None = None  # decision of the loading controller, with --ratio auto
-    confirmation: Confirmation | None = None
-    reasoning: str = ""  # text between think tags before the answer
-    reasoning_tokens: int = 0
-    prefix_cache_tokens: int = 0  # first tokens of the prompt whose KV the engine still held from another prompt
+    # tools/answer_json.py makes the documentation of `to_dict` from the fields and their comments
+    text: str  # text of the answer
+    finish_reason: FinishReason  # why the answer ended
+    model: str  # name of the model
+    mode: str  # blend, full or reuse
+    selector: str  # selector of the recomputed tokens
+    ratio: float  # share of the reused, inexact tokens to recompute, as requested
+    prompt_tokens: int  # tokens of the prompt
+    cached_tokens: int  # prompt tokens with stored KV
+    exact_tokens: int  # cached tokens whose KV is right as stored
+    recomputed_tokens: int  # cached tokens that were recomputed
+    recompute_fraction: float  # work done on the reusable tokens, as a share of computing all of them, 0 to 1
+    chunks: list[ChunkUse]  # chunks, in the order of the prompt
+    timing: Timing  # durations
+    kv_bytes_loaded: int  # bytes of stored KV that were read
+    prompt_ids: list[int]  # with --ids: token ids of the prompt
+    generated_ids: list[int]  # with --ids: token ids of the answer
+    verify: Verification | None = None  # with --verify
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # with --logprobs: tokens of the answer
+    # tokens of the prompt from the second on, if requested
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    # figures, names and quotations of the answer, looked up in the texts of the prompt
+    claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # messages for people; their wording may change
+    layers: list[LayerReport] = field(default_factory=list)  # with --explain
+    auto: AutoReport | None = None  # with --ratio auto
+    confirmation: Confirmation | None = None  # with --confirm, or --on-unsupported confirm if it was needed
+    reasoning: str = ""  # text of the reasoning before the answer
+    reasoning_tokens: int = 0  # tokens of the reasoning
+    prefix_cache_tokens: int = 0  # leading prompt tokens whose KV the engine still held
     chosen: list[int] = field(default_factory=list)  # positions of the prompt whose stored KV was computed again
-    tier: TierUse | None = None  # use of a shared tier, if it was asked
+    tier: TierUse | None = None  # with --tier, if the store lacked KV
     weak_match: bool = False  # even the best chunk found matches the question weakly
     hits_cut: int = 0  # hits left out because they match far less well than the best one
     hits_repeated: int = 0  # hits left out because a better one contains their text
-    accepted_tokens: int = 0  # generated tokens that prompt lookup had proposed, so that they took no step of their own
-    ratio_from: str = "given"  # "given", "auto", or "model", "default" or "none" with the reason, see engine/profile.py
+    # generated tokens that prompt lookup had proposed: they took no decode step of their own
+    accepted_tokens: int = 0
+    ratio_from: str = "given"  # origin of the ratio: given, auto, or model or default with the reason
+    schema_version: int = SCHEMA_VERSION  # 1; raised when a field is removed or changes its meaning
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answer and its reasoning."""
+        return len(self.generated_ids)
 
     @property
     def tokens_per_step(self) -> float:
-        """Generated tokens per decode step; the prefill gives the first one. 0 for an answer of one token."""
+        """Generated tokens after the first, per decode step; 0 for an answer of one token."""
         decoded = len(self.generated_ids) - 1
         return decoded / (decoded - self.accepted_tokens) if decoded > 0 else 0.0
 
@@ -198,39 +209,22 @@ class Answer:
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
         """Return the JSON object of `ask --json`."""
-        out: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "answer": self.text} | {
-            name: getattr(self, name) for name in _REPORTED
-        }
+        timing = {name: value if value is None else round(value, 6) for name, value in vars(self.timing).items()}
+        reports = {"tier": self.tier, "verify": self.verify, "confirm": self.confirmation}
+        lists = {name: getattr(self, name) for name in ("chunks", "claims", "logprobs", "prompt_logprobs")}
+        own = {name: value for name, value in vars(self).items() if name not in ("text", "chosen", "confirmation")}
+        out = {"schema_version": self.schema_version, "answer": self.text} | own
         out |= {
             "recompute_fraction": round(self.recompute_fraction, 6),
-            "generated_tokens": len(self.generated_ids),
-            "accepted_tokens": self.accepted_tokens,
+            "generated_tokens": self.generated_tokens,
             "tokens_per_step": round(self.tokens_per_step, 3),
-            "chunks": [vars(c) for c in self.chunks],
-            "claims": [vars(c) for c in self.claims],
-            "timing": {name: value if value is None else round(value, 6) for name, value in vars(self.timing).items()},
-            "kv_bytes_loaded": self.kv_bytes_loaded,
-            "weak_match": self.weak_match,
-            "hits_cut": self.hits_cut,
-            "hits_repeated": self.hits_repeated,
-            "notes": self.notes,
+            "timing": timing,
+            "auto": self.auto and self.auto.to_dict(),
+            "layers": [vars(layer) for layer in self.layers] if explain else [],
+            **{name: report and vars(report) for name, report in reports.items()},
+            **{name: [vars(part) for part in parts] for name, parts in lists.items()},
         }
-        if self.prefix_cache_tokens:
-            out["prefix_cache_tokens"] = self.prefix_cache_tokens
-        if self.reasoning:
-            out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
-        if self.auto:
-            out["auto"] = self.auto.to_dict()
-        reports = ("tier", self.tier), ("verify", self.verify), ("confirm", self.confirmation)
-        out |= {name: vars(report) for name, report in reports if report}
-        for name, found in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if found:
-                out[name] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in found]
-        if ids:
-            out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
-        if explain:
-            out["layers"] = [{**vars(layer), "status": layer.status.name} for layer in self.layers]
-        return out
+        return {k: v for k, v in out.items() if k not in OPTIONAL or (v and (ids or not k.endswith("_ids")))}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """AutoReport: prediction and outcome of `--ratio auto`, with the speeds and the workload that it was computed from (see
 blend/cost.py)."""
 
-from __future__ import annotations
-
+# no `from __future__ import annotations`: NotRequired needs evaluated annotations
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,31 @@ class Decision:
     full: Estimate  # estimate for a full prefill
 
 
+class Auto(TypedDict):
+    """Decision of `--ratio auto`, and what came of it."""
+
+    mode: str  # decision: blend at `ratio`, or a full prefill
+    ratio: float  # share of the reused, inexact tokens that was recomputed
+    floor: float  # lower bound of the ratio
+    predicted_ttft_s: float  # predicted seconds to the first token
+    ttft_s: float | None  # measured seconds to the first token
+    predicted_full_ttft_s: float  # predicted seconds to the first token of a full prefill
+    layer_recompute_s: float  # predicted seconds to recompute a layer
+    layer_load_s: float  # predicted seconds to load a layer, which the one above is weighed against
+    compute_s: float  # predicted seconds of computing, in all
+    load_s: float  # predicted seconds of loading, in all
+    stall_s: float  # predicted seconds in which computing waits for KV
+    tier_bytes: NotRequired[int]  # bytes that come from a shared tier
+    load_bytes_per_s: int | None  # speed of loading, null before the first measurement
+    layer_s: float  # measured seconds per layer, whatever the number of rows
+    row_s: float  # measured seconds per row and layer
+    pair_s: float  # measured seconds per pair of row and key, and layer
+    prefills_learnt_from: int  # number of prefills behind the speeds
+
+
 @dataclass(frozen=True)
 class AutoReport:
-    """Prediction and outcome of one prompt. The JSON form has seconds: predicted_ttft_s, ttft_s, and the prediction for
-    a full prefill; a layer's recompute and load time, which are weighed against each other; the totals of computing and
-    loading; and the speeds behind them."""
+    """Prediction and outcome of one prompt."""
 
     decision: Decision
     speeds: Speeds
@@ -83,27 +102,27 @@ class AutoReport:
     predicted_full_ttft_s: float
     ttft_s: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Auto:
+        """Return the JSON form."""
         d, speeds = self.decision, self.speeds
-        seconds = {
-            "predicted_ttft_s": self.predicted_ttft_s,
-            "ttft_s": self.ttft_s,
-            "predicted_full_ttft_s": self.predicted_full_ttft_s,
-            "layer_recompute_s": d.layer_compute_s,
-            "layer_load_s": d.layer_load_s,
-            "compute_s": d.chosen.compute_s,
-            "load_s": d.chosen.load_s,
-            "stall_s": d.chosen.stall_s,
-        }
-        return {
+        found: Auto = {
             "mode": d.mode,
             "ratio": round(d.ratio, 4),
             "floor": d.floor,
-            **{name: None if value is None else round(value, 6) for name, value in seconds.items()},
-            **({"tier_bytes": self.work.tier_bytes} if self.work.tier_bytes else {}),
+            "predicted_ttft_s": round(self.predicted_ttft_s, 6),
+            "ttft_s": None if self.ttft_s is None else round(self.ttft_s, 6),
+            "predicted_full_ttft_s": round(self.predicted_full_ttft_s, 6),
+            "layer_recompute_s": round(d.layer_compute_s, 6),
+            "layer_load_s": round(d.layer_load_s, 6),
+            "compute_s": round(d.chosen.compute_s, 6),
+            "load_s": round(d.chosen.load_s, 6),
+            "stall_s": round(d.chosen.stall_s, 6),
             "load_bytes_per_s": None if math.isinf(speeds.bytes_per_s) else round(speeds.bytes_per_s),
             "layer_s": speeds.layer_s,
             "row_s": speeds.row_s,
             "pair_s": speeds.pair_s,
             "prefills_learnt_from": speeds.prefills,
         }
+        if self.work.tier_bytes:
+            found["tier_bytes"] = self.work.tier_bytes
+        return found

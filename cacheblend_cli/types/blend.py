@@ -30,7 +30,7 @@ class BlendParams:
     blend/policy.py: policy_of."""
 
     mode: str = "blend"  # one of MODES
-    ratio: float = 0.15  # share of the reusable, inexact tokens to recompute
+    ratio: float = 0.15  # share of the reusable, inexact tokens to recompute; with --ratio auto at least this one
     selector: str = "query"
     deviation: str = "k"
     check_layer: int = 1
@@ -48,7 +48,7 @@ class BlendParams:
                 raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
         if not 1 <= self.block < 2**63:
             raise UsageError(
-                f"--block {self.block} is not 1 or more, or too large", "1, the default, chooses single tokens"
+                f"block {self.block} is not 1 or more, or too large", "1, the default, chooses single tokens"
             )
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
         if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
@@ -59,15 +59,8 @@ class BlendParams:
         """Return the settings' blending; with --ratio auto, at the lower bound of the ratio; with --ratio model, at the
         ratio for a model without a profile. Raises UsageError."""
         parse_selector(settings.selector)
-        ratios = {"auto": settings.ratio_floor, "model": cls.ratio}
-        return of_settings(
-            cls,
-            settings,
-            ratio=ratios[settings.ratio] if isinstance(settings.ratio, str) else settings.ratio,
-            seed=settings.seed or 0,
-            checks=parse_checks(settings.gradual),
-            probe_layers=parse_layers(settings.probe_layers),
-        )
+        ratio = cls.ratio if isinstance(settings.ratio, str) else settings.ratio
+        return of_settings(cls, settings, ratio=ratio, seed=settings.seed or 0)
 
     def effective_ratio(self) -> float:
         """Ratio of the last check, which holds in most layers."""
@@ -94,21 +87,3 @@ def parse_selector(text: str) -> tuple[list[tuple[str, int]], str]:
             known = ", ".join((*SELECTORS, *own))
             raise UsageError(f"unknown selector {name!r}", f"known: {known}; combined as first:4+query")
     return parts, last
-
-
-def parse_checks(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse "1:0.3,4:0.15" into (layer, ratio) pairs; "" is none. Raises UsageError."""
-    try:
-        pairs = [part.split(":") for part in text.split(",") if text]
-        return tuple((int(layer), float(ratio)) for layer, ratio in pairs)
-    except ValueError:
-        raise UsageError(f"--gradual {text!r} is not LAYER:RATIO,...", "for example 1:0.3,4:0.15") from None
-
-
-def parse_layers(text: str) -> tuple[int, int] | None:
-    """Parse "2-4" into a first and a last layer, "3" into one; "" is None. Raises UsageError."""
-    try:
-        first, _, last = text.partition("-")
-        return (int(first), int(last or first)) if text else None
-    except ValueError:
-        raise UsageError(f"--probe-layers {text!r} is not FIRST-LAST", "for example 2-4") from None

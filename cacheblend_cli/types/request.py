@@ -13,6 +13,7 @@ from msgspec import to_builtins
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved, Settings, of_settings
+from cacheblend_cli.settings.sources import unknown_setting
 from cacheblend_cli.types.blend import BlendParams
 from cacheblend_cli.types.sampling import SamplingParams, model_sampled, sampling_of
 
@@ -45,11 +46,9 @@ class SearchParams:
     scope: Scope = EVERYTHING  # documents to search
     by: str = "auto"  # "words", "meaning", "both", or "auto": both if there are embedding weights
     embeddings: str = ""  # these weights, "" for the installed ones
-    min_score: float = 0.0  # drop hits below it (see corpus/search.py)
     on_weak_match: str = "answer"  # or "refuse", to raise NotFoundError
     expand: int = 0  # chunks to add before and after each hit
     context: str = "document"  # the one to take of a document that is stored in several, see corpus/contexts.py
-    order: str = "exact"  # of the chunks in the prompt, see engine/request/retrieval.py: in_order
     query: str = ""  # text to search for, "" for the question
     optional: bool = False  # answer without chunks if nothing is found
 
@@ -178,5 +177,5 @@ def ask_request(
 def overridden(resolved: Resolved, given: dict[str, Any]) -> Resolved:
     """Return the settings with other values. Raises UsageError for an unknown setting."""
     if unknown := given.keys() - resolved.origin.keys():
-        raise UsageError(f"unknown setting {min(unknown)!r}", f"known: {', '.join(resolved.origin)}")
+        raise unknown_setting(min(unknown), "")
     return Resolved(replace(resolved.settings, **given), {**resolved.origin, **dict.fromkeys(given, "given")})

@@ -45,8 +45,8 @@ class SamplingParams:
             (self.max_tokens >= 1, "--max-tokens is at least 1"),
             (self.temperature >= 0, "--temperature is 0 or more"),
             (0 < self.top_p <= 1, "--top-p is above 0 and at most 1"),
-            (self.top_k >= 0, "--sample-top-k is 0 (off) or more"),
-            (0 <= self.min_p < 1, "--min-p is at least 0 and below 1"),
+            (self.top_k >= 0, "top_k is 0 (off) or more"),
+            (0 <= self.min_p < 1, "min_p is at least 0 and below 1"),
             (self.repetition_penalty > 0, "--repetition-penalty is above 0; 1 is off"),
             (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
@@ -77,31 +77,25 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and
-    temperature."""
+    """A token's log-probability, before penalties and temperature."""
 
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    id: int  # token id
+    logprob: float  # natural logarithm of its probability
+    top: tuple[tuple[int, float], ...] = ()  # likeliest tokens: [id, logprob]
 
 
-MODEL_SAMPLED = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "sample_top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
-"""Field of SamplingParams that generation_config.json may decide -> its setting."""
+MODEL_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of SamplingParams that generation_config.json may decide."""
+_NO_SETTINGS = ("top_k", "min_p")  # the setting top_k is a number of chunks
 
 
 def model_sampled(resolved: Resolved) -> tuple[str, ...]:
     """Return the fields that --model-sampling leaves to the model: fields not set by a flag, variable or file."""
     if not resolved.settings.model_sampling:
         return ()
-    return tuple(name for name, setting in MODEL_SAMPLED.items() if resolved.origin[setting] == "default")
+    return tuple(name for name in MODEL_SAMPLED if name in _NO_SETTINGS or resolved.origin[name] == "default")
 
 
 def sampling_of(settings: Settings, **others: Any) -> SamplingParams:
     """Return the settings' sampling. others: further fields. Raises UsageError."""
-    return of_settings(SamplingParams, settings, top_k=settings.sample_top_k, **others)
+    return of_settings(SamplingParams, settings, top_k=SamplingParams.top_k, **others)

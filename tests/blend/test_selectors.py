@@ -21,7 +21,7 @@ from cacheblend_cli.blend.selectors import SELECTORS, Candidates, make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.types import BlendParams, parse_checks, parse_layers
+from cacheblend_cli.types import BlendParams
 
 QUESTION = "where does Mara work?"
 CANDIDATES = Candidates(
@@ -80,20 +80,12 @@ def test_an_unknown_selector_says_what_is_known(name: str) -> None:
     assert "known" in error.value.hint or "for example" in error.value.hint
 
 
-def test_check_layers_and_probe_layers_are_read() -> None:
-    assert parse_checks("1:0.3,4:.15") == ((1, 0.3), (4, 0.15))
-    assert parse_checks("") == ()
-    assert (parse_layers("2-4"), parse_layers("3"), parse_layers("")) == ((2, 4), (3, 3), None)
-    for wrong in ("1", "1:x", "0.3:1", "1:.3;2:.1"):
-        with pytest.raises(UsageError):
-            parse_checks(wrong)
-    with pytest.raises(UsageError):
-        parse_layers("a-b")
+def test_check_layers_and_probe_layers_are_of_the_model() -> None:
     with pytest.raises(UsageError):
         BlendParams(checks=((4, 0.3), (1, 0.1)))
     with pytest.raises(UsageError):
         policy_of(BlendParams(selector="query", probe_layers=(2, 9)), 4, True)
-    with pytest.raises(UsageError, match="check layer 0 "):
+    with pytest.raises(UsageError, match="--check-layer 0 "):
         policy_of(BlendParams(selector="hkvd", checks=((0, 0.3), (2, 0.1))), 4, True)
     assert policy_of(BlendParams(selector="query"), 28, True).probe_layers == tuple(range(9, 23))
     assert policy_of(BlendParams(selector="query"), 1, True).probe_layers == (0,)

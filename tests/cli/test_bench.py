@@ -79,7 +79,7 @@ def test_the_table_is_plain_text_in_a_pipe(cli: Cli) -> None:
 
 
 def test_settings_of_ask_apply(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RATIO", "0.4"), ("SELECTOR", "random"), ("MODE", "full"), ("GRADUAL", "1:0.3,2:0.1")):
+    for name, value in (("RATIO", "0.4"), ("SELECTOR", "random"), ("MODE", "full")):
         monkeypatch.setenv(f"CACHEBLEND_{name}", value)
     [report] = cli("bench", "--json", *SMALL).records
     assert [(s["setting"], s["ratio"]) for s in report["settings"][2:]] == [("random 0.4", 0.4), ("hkvd 0.4", 0.4)]

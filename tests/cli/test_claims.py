@@ -70,7 +70,9 @@ def test_an_unsupported_answer_is_refused(cli: Cli, asked: tuple[str, ...]) -> N
     assert cli(*asked, "--regex", RIGHT, "--on-unsupported", "refuse").out == f"{RIGHT}\n"
 
 
-@pytest.mark.parametrize("flags", [("--confirm", "marked"), ("--on-unsupported", "confirm")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [("--confirm", "marked"), ("--confirm=marked",), ("--on-unsupported", "confirm")], ids=" ".join
+)
 def test_only_an_unsupported_answer_is_confirmed(cli: Cli, asked: tuple[str, ...], flags: tuple[str, ...]) -> None:
     assert "confirmed: a full prefill" in cli(*asked, "--regex", WRONG, *flags).err
     assert "confirmed" not in cli(*asked, "--regex", RIGHT, *flags).err
@@ -79,6 +81,8 @@ def test_only_an_unsupported_answer_is_confirmed(cli: Cli, asked: tuple[str, ...
 def test_the_question_may_be_marked(cli: Cli, asked: tuple[str, ...]) -> None:
     result = cli("ask", "marked", "--confirm", *asked[2:], "--json", "--chunks", "")
     assert result.records[0]["confirm"]["confirmed"] is True
+    both = cli("ask", "--confirm", "marked", "marked", *asked[2:], "--json", "--chunks", "")
+    assert (both.code, "confirm" in both.records[0]) == (0, False)
 
 
 def test_chat_names_or_refuses_what_is_in_no_source(

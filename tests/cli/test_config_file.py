@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.settings import Settings, config_files, resolve
+from cacheblend_cli.settings import Settings, resolve
+from cacheblend_cli.settings.sources import config_files
 
 Cli = Callable[..., Any]
 
@@ -95,8 +96,8 @@ def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
 
 
 BAD = {
-    "ratio": "2", "ratio_floor": "9", "selector": "nosuch", "gradual": "x", "probe_layers": "x", "block": "0", "temperature": "-1",
-    "top_p": "3", "min_p": "4", "max_tokens": "0", "sample_top_k": "-1", "chunk_tokens": "0", "overlap": "600", "window": "0",
+    "ratio": "2", "selector": "nosuch", "temperature": "-1",
+    "top_p": "3", "repetition_penalty": "0", "max_tokens": "0", "chunk_tokens": "0", "overlap": "600", "window": "0",
     "neighbours": "-1", "state_every": "0", "device": "gpu", "gpu_memory_utilization": "7", "swap_space": "-3", "template_var": "x",
     "max_size": "lots", "keep_alive": "banana", "tier": "ftp://x", "ocr_languages": "deu eng", "allow_origin": "nowhere",
     "kl_mean": "-1",

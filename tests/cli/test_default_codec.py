@@ -15,7 +15,7 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt import collection
-from cacheblend_cli.settings import REMOVED_KV_DTYPES
+from cacheblend_cli.settings.fields import REMOVED_KV_DTYPES
 
 Cli = Callable[..., Any]
 pytestmark = pytest.mark.default_codec

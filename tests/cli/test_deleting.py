@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkManifest
+from cacheblend_store.reader import StoreReader
 
 from cacheblend_cli.cli.main import run
 
@@ -109,10 +110,15 @@ def test_the_time_of_computing_is_told_from_when_chunks_were_made(
 ) -> None:
     from dataclasses import replace
 
-    undamaged, times = ChunkStore.undamaged, iter([0.0, 30.0, 60.0, 3600.0, 3630.0] + [3630.0] * 99)
-    monkeypatch.setattr(
-        ChunkStore, "undamaged", lambda store, key: (m := undamaged(store, key)) and replace(m, created=next(times))
-    )
+    undamaged, of = StoreReader.undamaged, dict[bytes, float]()
+    times = iter([0.0, 30.0, 60.0, 3600.0, 3630.0] + [3630.0] * 99)
+
+    def dated(reader: StoreReader, key: bytes) -> ChunkManifest | None:
+        if key not in of:
+            of[key] = next(times)
+        return (found := undamaged(reader, key)) and replace(found, created=of[key])
+
+    monkeypatch.setattr(StoreReader, "undamaged", dated)
     assert "about 90 s of computing" in " ".join(cli("chunks", "rm", "--all").err.split())
 
 

@@ -76,11 +76,10 @@ def test_the_table_and_the_layers_are_plain_text_in_a_pipe(cli: Cli, data: str) 
 def test_settings_of_ask_apply(cli: Cli, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RATIO", "0.4")
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "random")
-    monkeypatch.setenv("CACHEBLEND_BLOCK", "3")
-    monkeypatch.setenv("CACHEBLEND_GRADUAL", "1:0.3,3:0.1")  # ratios of its own: what is measured is eval's grid
+    monkeypatch.setenv("CACHEBLEND_CORRECTION", "none")
     records = cli("eval", data, "--json", "--mode", "blend", *SHORT).records
     assert [r["label"] for r in records] == ["full prefill", "random 0.4", "noise floor"]
-    assert records[1]["setting"]["block"] == 3
+    assert records[1]["setting"]["correction"] == "none"
     assert records[1]["setting"]["checks"] == []
     assert 0.3 < records[1]["recomputed"] < 0.5
 
@@ -225,7 +224,7 @@ def test_a_narrow_terminal_gets_several_tables_and_loses_nothing(monkeypatch: py
     )  # fmt: skip
     summaries = summarise(Results([FULL, reuse], {"full prefill": [record], "reuse": [ours]}), resamples=10)
     terminal = Terminal()
-    show_scores(summaries, Output(terminal, io.StringIO()), json=False)
+    show_scores(summaries, Output(terminal, io.StringIO()))
     shown = terminal.getvalue()
     assert max(len(line) for line in shown.splitlines()) <= 60
     for cell in ("0.750", "0.250", "45.6 ms", "123.4 ms", "first token"):

@@ -55,7 +55,7 @@ def test_the_smallest_ratio_that_is_close_enough_is_used(cli: Cli, model: Path, 
     before = asked(cli, chunks)
     assert (before["ratio"], before["ratio_from"]) == (0.15, "default: models check was not run for this model")
     assert not any("ratio" in note for note in before["notes"]), "that is how it is for most users"
-    told = cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000")
+    told = cli(*CHECK, str(model), "--kl-mean", "1000")
     assert told.code == 0, told.err
     assert "measuring" in told.err
     assert "Ctrl-C keeps nothing" in told.err
@@ -111,7 +111,7 @@ def test_a_profile_of_something_else_is_not_used(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
+    assert cli(*CHECK, str(model), "--kl-mean", "1000").code == 0
     if not flags:
         monkeypatch.setenv("CACHEBLEND_KV_DTYPE", "int4")
     (tmp_path / "prompt.txt").write_text("{chunks} Tell me: {question}")
@@ -125,7 +125,7 @@ def test_a_profile_of_something_else_is_not_used(
 
 
 def test_a_ratio_below_the_profiles_is_noted(cli: Cli, model: Path, chunks: str) -> None:
-    assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
+    assert cli(*CHECK, str(model), "--kl-mean", "1000").code == 0
     assert any("needs a ratio of 0.05" in note for note in asked(cli, chunks, "--ratio", "0.01")["notes"])
     assert asked(cli, chunks, "--ratio", "0.05")["notes"] == []
     assert asked(cli, chunks.split(",")[0], "--ratio", "0.01")["notes"] == [], "one chunk is exact"
@@ -153,7 +153,7 @@ def test_nothing_stored_or_too_little_keeps_nothing(cli: Cli, model: Path, docs:
 
 
 def test_eval_and_bench_take_it(cli: Cli, model: Path, chunks: str, tmp_path: Path) -> None:
-    assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
+    assert cli(*CHECK, str(model), "--kl-mean", "1000").code == 0
     (tmp_path / "q.jsonl").write_text('{"question": "who?", "ctxs": [{"text": "a b c d e"}, {"text": "b c d e f"}]}\n')
     told = cli(
         "eval", "q.jsonl", "--ratio", "model", "--mode", "blend", "--no-noise-floor", "--max-tokens", "2", "--json"

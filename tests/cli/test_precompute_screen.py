@@ -87,7 +87,7 @@ def test_the_bar_counts_documents_until_the_total_is_known_and_never_goes_backwa
 
     def run(paths: list[str]) -> tuple[_Bar, list[PrecomputeEvent]]:
         bar, events = _Bar(), list[PrecomputeEvent]()
-        view = _View(bar, SkippedFiles(bar, verbose=False, json=False), json=False)
+        view = _View(bar, SkippedFiles(bar, verbose=False))
 
         def on_event(event: PrecomputeEvent) -> None:
             events.append(event)

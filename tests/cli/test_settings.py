@@ -6,12 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 from platformdirs import user_config_path
 
 from cacheblend_cli import trust
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import GROUPS, Settings, parse_setting, resolve
+from cacheblend_cli.settings import DEFAULTS, GROUPS, Settings, resolve
+from cacheblend_cli.settings.fields import REMOVED
+from cacheblend_cli.settings.sources import parse_setting
+from cacheblend_cli.types import overridden
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +139,6 @@ def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.M
         ("model = 5", 'for example model = "handbook"'),
         ("template_var = 1", 'for example template_var = ["enable_thinking=true"]'),
         ("[section]\nratio = 0.1", "settings have no sections: remove the line [section]"),
-        ("max-risk = 0.1", "this setting was removed, and has no effect any more: remove the line"),
     ],
 )
 def test_a_hint_about_a_file_shows_a_right_line(here: Path, text: str, hint: str) -> None:
@@ -143,6 +146,24 @@ def test_a_hint_about_a_file_shows_a_right_line(here: Path, text: str, hint: str
     with pytest.raises(UsageError) as caught:
         resolve({})
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_says_what_to_do_wherever_it_is_set(
+    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    for arguments in (("ask", "q", flag, "1"), ("config", "set", name, "1")):
+        result = cli(*arguments)
+        assert (result.code, "was removed" in result.err, REMOVED[name] in result.err) == (2, True, True), result.err
+    monkeypatch.setenv(f"CACHEBLEND_{name.upper()}", "1")
+    assert f"{REMOVED[name]}; unset CACHEBLEND_{name.upper()}" in cli("chunks", "ls").err
+    monkeypatch.delenv(f"CACHEBLEND_{name.upper()}")
+    (here / "cacheblend.toml").write_text(f"{name} = 1\n")
+    assert f"{REMOVED[name]}; remove the line" in cli("chunks", "ls").err
+    assert cli("config", "unset", "--project", name).code == 0
+    with pytest.raises(UsageError, match="was removed"):
+        overridden(DEFAULTS, {name: 1})
 
 
 def test_a_hint_about_a_value_has_the_form_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_a_store_of_an_earlier_version_says_so_and_is_replaced(
     assert refused.code == 3
     assert f"{len(before)} chunks are stored for" in refused.err
     assert "by an earlier version of cacheblend" in refused.err
-    assert "precompute replaces them" in refused.err
+    assert "precompute the documents" in refused.err
     assert dated("precompute", "docs").code == 2, "it is asked about"
     assert statuses(dated, "docs", "--yes") == ["replaced"] * len(before)
     assert len(dated("chunks", "ls", "--json").records) == len(before)

@@ -15,7 +15,9 @@ from command_line import Cli, process
 from platformdirs import user_data_path
 
 from cacheblend_cli import trust
-from cacheblend_cli.settings import HARMLESS, Settings, config_files, resolve
+from cacheblend_cli.settings import Settings, resolve
+from cacheblend_cli.settings.identity import HARMLESS
+from cacheblend_cli.settings.sources import config_files
 from cacheblend_cli.sockets import socket_of
 
 ASK = ("ask", "alpha", "--local", "--max-tokens", "4")

@@ -13,7 +13,7 @@ from forging import forge
 
 from cacheblend_cli import Engine
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.settings import KV_DTYPES
+from cacheblend_cli.settings.fields import KV_DTYPES
 
 
 @pytest.mark.parametrize(("kv_dtype", "context"), zip(KV_DTYPES, cycle(("sink", "document", "neighbours"))))

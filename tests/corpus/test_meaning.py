@@ -195,10 +195,7 @@ def test_what_was_evicted_is_still_found(store: ChunkStore) -> None:
     assert found(store, "voyage", MEANING) == ["staff#0"]
 
 
-def test_hits_below_a_score_are_left_out_and_neighbours_come_with_a_hit(store: ChunkStore) -> None:
-    least = Lookup(9, by="meaning", embedder=MEANING.embedder, min_score=0.9)
-    assert found(store, "money", least) == []
-    assert found(store, "money trip", least) == ["staff#0"]
+def test_neighbours_come_with_a_hit(store: ChunkStore) -> None:
     beside = search(store, "norway", Lookup(9, expand=1)).hits
     assert [(h.index, h.beside) for h in beside] == [(2, False), (1, True)]
     assert beside[1].snippet == "Forms are here."

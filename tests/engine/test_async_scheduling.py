@@ -256,7 +256,7 @@ def test_a_failed_step_comes_after_its_tokens(stored: StoredEngine, monkeypatch:
     listener, _ = driver.arrive(stored.question(max_tokens=20, logprobs=0))
     driver.run()
     assert driver.core.counts.failed == 1
-    assert [e.logprob.token_id for e in listener.events if isinstance(e, Token)] == ids[:6]
+    assert [e.logprob.id for e in listener.events if isinstance(e, Token)] == ids[:6]
 
 
 def test_a_batch_that_goes_on_is_not_uploaded_again(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_logprobs_are_of_the_models_distribution() -> None:
     for _ in range(20):
         token_id, found = drawn(sampler).fetch()
         assert found is not None
-        assert found.token_id == token_id
+        assert found.id == token_id
         assert found.logprob == pytest.approx(float(torch.log_softmax(LOGITS, -1)[token_id]))
         assert [i for i, _ in found.top] == [0, 1]
         seen.add(token_id)

@@ -119,7 +119,7 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
             pieces_to(broken),
         )
     assert memory.pool.allocator.num_used == 0
-    with pytest.raises(UsageError, match="check layer 9"):
+    with pytest.raises(UsageError, match="check-layer 9"):
         engine.run_alone(
             None, AskRequest("where does Mara work?", [], BlendParams(selector="hkvd", check_layer=9), GREEDY)
         )

@@ -176,8 +176,8 @@ def test_settings_override_the_models_sampling(loaded: LoadedModel, monkeypatch:
     default = SamplingParams(reasoning_tokens=Settings().reasoning_tokens)
     assert found() == default
     assert found(model_sampling=True) == replace(default, temperature=0.7, top_p=0.8, top_k=20)
-    monkeypatch.setenv("CACHEBLEND_SAMPLE_TOP_K", "3")
-    assert found(model_sampling=True, temperature=0.0) == replace(default, temperature=0.0, top_p=0.8, top_k=3)
+    monkeypatch.setenv("CACHEBLEND_TOP_P", "0.5")
+    assert found(model_sampling=True, temperature=0.0) == replace(default, temperature=0.0, top_p=0.5, top_k=20)
 
 
 @pytest.mark.parametrize("config", [{"top_k": 1.5}, {"temperature": "warm"}, {"top_p": 7}, {"temperature": True}])

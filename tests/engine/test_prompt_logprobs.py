@@ -27,7 +27,7 @@ def check(stored: StoredEngine, answer: Answer, num_top: int) -> None:
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([answer.prompt_ids])).logits[0], -1)
     told = answer.prompt_logprobs
-    assert [p.token_id for p in told] == answer.prompt_ids[1:]
+    assert [p.id for p in told] == answer.prompt_ids[1:]
     own = expected[:-1].gather(1, torch.tensor(answer.prompt_ids[1:])[:, None])[:, 0]
     assert torch.allclose(torch.tensor([p.logprob for p in told]), own, atol=1e-4)
     top = torch.tensor([[value for _, value in p.top] for p in told])

@@ -211,7 +211,7 @@ def test_a_sample_too_long_for_the_model_is_skipped(setup: Setup) -> None:
 
 
 def test_a_wrong_setting_is_an_error_and_no_skipped_sample(setup: Setup) -> None:
-    with pytest.raises(UsageError, match="check layer 9"):
+    with pytest.raises(UsageError, match="check-layer 9"):
         evaluate(setup.engine, setup.store, SAMPLES, [Setting("x", BlendParams(selector="hkvd", check_layer=9))])
     with pytest.raises(UsageError, match="reuse"):
         evaluate(setup.engine, setup.store, SAMPLES, [REUSE, replace(SOME, label="reuse")])

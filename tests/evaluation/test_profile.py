@@ -26,6 +26,7 @@ from cacheblend_cli.evaluation.profile import (
     general_requests,
     half_sentence,
     measure_profile,
+    p90_limit,
     usable,
 )  # fmt: skip
 from cacheblend_cli.types import AskRequest, BlendParams, SearchParams
@@ -70,16 +71,16 @@ def test_half_a_sentence_is_from_the_middle_of_a_text() -> None:
 
 def test_ratios_rise_until_one_is_close_enough(engine: Engine, store: ChunkStore) -> None:
     told, steps = list[str](), list[tuple[int, int]]()
-    never = measure_profile(engine, store, ASK, (0.0, 0.0), say=told.append, on_progress=lambda *s: steps.append(s[:2]))
+    never = measure_profile(engine, store, ASK, 0.0, say=told.append, on_progress=lambda *s: steps.append(s[:2]))
     assert [(d.ratio, d.correction) for d in never.measured] == [(r, c) for r in RATIOS for c in ("regression", "none")]
     assert never.choice is None
     assert never.applied(BlendParams()).effective_ratio() == 1
     assert all(0 < d.mean <= d.p90 * PROMPTS for d in never.measured)
     assert (never.prompts, steps[-1]) == (PROMPTS, (132, 132))
     assert len(told) == 1
-    # the limits of a setting in the middle: it is the first within them, or one before it is
+    # the limit of a setting in the middle: it is the first within it, or one before it is
     middle = min((d for d in never.measured if d.ratio == RATIOS[2]), key=lambda d: d.mean)
-    found = measure_profile(engine, store, ASK, (middle.mean + 2 * middle.error, middle.p90))
+    found = measure_profile(engine, store, ASK, max(middle.mean + 2 * middle.error, middle.p90 / p90_limit(1.0)))
     assert found.choice is not None
     assert found.choice.ratio <= RATIOS[2]
     assert found.measured == never.measured[: len(found.measured)], "the same prompts, and the same numbers"
@@ -99,7 +100,7 @@ def test_a_ratio_is_chosen_with_a_margin() -> None:
 
 
 def test_the_mean_is_that_of_the_prompts(engine: Engine, store: ChunkStore) -> None:
-    found = measure_profile(engine, store, ASK, (1e9, 1e9)).measured[0]
+    found = measure_profile(engine, store, ASK, 1e9).measured[0]
     requests = list(usable(engine, general_requests(engine, store, ASK), PROMPTS))
     assert [request.question for request in requests] == [GENERAL[n % 3] for n in range(PROMPTS)]
     assert all(len(request.chunks) == 3 for request in requests)
@@ -114,22 +115,22 @@ def test_the_mean_is_that_of_the_prompts(engine: Engine, store: ChunkStore) -> N
 
 def test_a_correction_of_the_users_own_is_the_only_one(engine: Engine, store: ChunkStore) -> None:
     ask = replace(ASK, blend=BlendParams(correction="none"))
-    found = measure_profile(engine, store, ask, (1e9, 1e9))
+    found = measure_profile(engine, store, ask, 1e9)
     assert [(d.ratio, d.correction) for d in found.measured] == [(RATIOS[0], "none")]
 
 
 def test_questions_of_the_users_own_are_measured_with(engine: Engine, store: ChunkStore) -> None:
     told, questions = list[str](), [f"what is number {n} of all?" for n in range(9)]
-    found = measure_profile(engine, store, ASK, (1e9, 1e9), [*questions, "zzzz"], say=told.append)
+    found = measure_profile(engine, store, ASK, 1e9, [*questions, "zzzz"], say=told.append)
     assert found.prompts == 9, "nothing is found for the last one"
     assert "on 9 questions:" in told[0]
     with pytest.raises(NotFoundError, match="too few questions"):
-        measure_profile(engine, store, ASK, (1e9, 1e9), questions[:3])
+        measure_profile(engine, store, ASK, 1e9, questions[:3])
 
 
 def test_too_few_chunks_are_refused(engine: Engine, tmp_path: Path) -> None:
     with stored(engine, tmp_path, LEAST_PROMPTS - 1) as store, pytest.raises(NotFoundError, match="too few chunks"):
-        measure_profile(engine, store, ASK, (1e9, 1e9))
+        measure_profile(engine, store, ASK, 1e9)
 
 
 def test_prompts_that_need_no_repair_do_not_count(engine: Engine, store: ChunkStore) -> None:

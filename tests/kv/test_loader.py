@@ -33,7 +33,7 @@ from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, batches_of, r
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import Segment
-from cacheblend_cli.settings import KV_DTYPES
+from cacheblend_cli.settings.fields import KV_DTYPES
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)

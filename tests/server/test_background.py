@@ -132,10 +132,8 @@ def test_an_engine_over_a_read_only_store(cli: Cli, forked: None, monkeypatch: p
 
 
 def test_keep_alive_without_the_extra_serve(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking() -> None:
-        raise UsageError("serve needs uvicorn, which is not installed", "pip install '.[serve]'")
-
-    monkeypatch.setattr("cacheblend_cli.cli.serve.check_installed", lacking)
+    error = UsageError("serve needs uvicorn, which is not installed", "pip install '.[serve]'")
+    monkeypatch.setattr("cacheblend_cli.cli.ask_session.missing", lambda *packages: error)
     short = (*ASK, "--max-tokens", "2", "--chunks", "")
     monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
     answered = cli(*short)

@@ -377,7 +377,7 @@ def test_stored_chunks_are_named_and_searched(server: Any) -> None:
     assert (chunk["document"], chunk["status"]) == ("b", "exact")
     found = server.ask(search={"query": "billing", "k": 1}, messages=[{"role": "user", "content": "who?"}]).json()
     assert [c["document"] for c in found["blend"]["chunks"]] == ["a"]
-    explained = server.ask(chunks=[hit["id"]], blend={"selector": "hkvd", "gradual": "1:0.5"}, explain=True)
+    explained = server.ask(chunks=[hit["id"]], blend={"selector": "hkvd", "check_layer": 2}, explain=True)
     assert explained.status_code == 200
     assert problems(explained.json()["blend"], "Blend") == []
     assert problems(found["blend"], "Blend") == []

@@ -18,7 +18,7 @@ from cacheblend_cli.engine.request.request import RequestChunk, to_compute
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
-from cacheblend_cli.settings import KV_DTYPES
+from cacheblend_cli.settings.fields import KV_DTYPES
 from cacheblend_cli.types import Scope
 
 if TYPE_CHECKING:

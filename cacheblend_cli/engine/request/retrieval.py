@@ -66,7 +66,7 @@ def retrieve(
 
         source_of = {hit.key: hit.source for hit in found.hits}
         documents = from_beginning(collection, stored, documents, source_of, room, notes)
-    elif lookup.order == "exact":
+    else:
         documents = exact_first(collection, stored, documents)
     keys = list(chain(*documents))
     exact = exact_where_stored(collection, stored, keys)

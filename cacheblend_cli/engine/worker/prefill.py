@@ -109,7 +109,7 @@ class PrefillInput:
 
 
 class PrefillState:
-    """Prefill of one prompt into a sequence's blocks, step by step. Its stored KV loads from `__enter__` to `__exit__`.
+    """Prefill of one prompt into a sequence's blocks, step by step. Its stored KV loads from `open` to `close`.
     on_logits: callback for the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises
     BadChunk, on creation and in each step, for unusable stored KV."""
 
@@ -129,8 +129,9 @@ class PrefillState:
         self._slices = slices_of(self._plan, given.slice_rows, given.outputs_from)
         self._done, self._time = 0, DeviceTime()
 
-    def __enter__(self) -> PrefillState:
-        self._loader.__enter__()
+    def open(self) -> PrefillState:
+        """Start loading. Raises BadChunk."""
+        self._loader.open()
         if self._sequence.pool.states is not None:
             self._open_state(self._sequence.pool.states)
         return self
@@ -143,8 +144,8 @@ class PrefillState:
         elif first := self._plan.num_prefix_cached:
             states.pin(self._sequence, first)
 
-    def __exit__(self, *exc: object) -> None:
-        self._loader.__exit__(*exc)
+    def close(self) -> None:
+        self._loader.close()
 
     @torch.inference_mode()
     def whole(self, output_positions: Tensor) -> PrefillResult:

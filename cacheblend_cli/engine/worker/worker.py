@@ -87,8 +87,7 @@ class Worker(BlockSpace):
         """Start loading a prompt's stored KV from `source`. on_logits: callback for the requested logits, fp32 [n,
         vocab_size], in order. Raises BadChunk."""
         state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
-        state.__enter__()
-        self._prefills[given.number] = state
+        self._prefills[given.number] = state.open()
 
     def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
         """Compute the next layers of a prompt, or of several short prompts (`short_rows`) in one launch. max_rows:
@@ -106,7 +105,7 @@ class Worker(BlockSpace):
         self._paused = {key: launch for key, launch in self._paused.items() if number not in key}
         state = self._prefills.pop(number, None)
         if state is not None:
-            state.__exit__(None, None, None)
+            state.close()
 
     def decode(self, given: DecodeInput, tokens: Tensor | None = None) -> DecodeOutput:
         """Compute a token for each row: its KV, and the logits after it. tokens: [num_rows] int64 on the device,

@@ -129,7 +129,7 @@ class OpenAIResponse:
             return None
         if self.chat:
             return {"content": [self.report.token(p) for p in logprobs], "refusal": None}
-        tokens = [self.report.text(i) for i in (*first, *(p.token_id for p in logprobs))]
+        tokens = [self.report.text(i) for i in (*first, *(p.id for p in logprobs))]
         return {
             "tokens": tokens,
             "token_logprobs": [*(None for _ in first), *(p.logprob for p in logprobs)],
