@@ -50,7 +50,7 @@ def write_documents(folder: Path, num_paragraphs: int = 2) -> Path:
 def compare(model: HubModel, path: Path, documents: Path, **settings: Any) -> Parity:
     """Write the model below `path`, and run it everywhere. settings: more of the engine's."""
     model.write(path / "model")
-    exact: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32"}
+    exact: dict[str, Any] = {"dtype": "float32", "kv_dtype": "exact"}
     engine = Engine.load(EngineConfig(model=str(path / "model"), block_size=16, prompt=PROMPT, **exact, **settings))
     store = ChunkStore.open(path / "store", mode="write")
     try:
