@@ -202,19 +202,25 @@ def receive_greeting() -> bytes:
 
 
 def serve(answer: Callable[[bytes], bytes | Iterable[bytes]]) -> None:
-    """Answer the messages on stdin until the caller closes its end. A message may have several answers."""
+    """Answer the messages on stdin until the caller closes its end. A message may have several answers.
+
+    What else the process prints goes to stderr, and its own stdin is empty.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the caller's
+    messages, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdin = open(os.devnull)  # noqa: SIM115
     with suppress(EOFError, BrokenPipeError):
         _end_with_caller()
         while True:
-            found = answer(_receive(sys.stdin.buffer))
+            found = answer(_receive(messages))
             last: bytes | None = None
             for part in (found,) if isinstance(found, bytes) else found:
                 if last is not None:
-                    _send(sys.stdout.buffer, bytes([_MORE]) + last)
+                    _send(answers, bytes([_MORE]) + last)
                 last = part
             assert last is not None, "a message has an answer"
-            _send(sys.stdout.buffer, bytes([_LAST_AND_END if peak_mib() > _KEPT_MIB else _LAST]) + last)
+            _send(answers, bytes([_LAST_AND_END if peak_mib() > _KEPT_MIB else _LAST]) + last)
 
 
 def _end_with_caller() -> None:

@@ -17,13 +17,16 @@ from cacheblend_cli.cancellation import Cancellation, Cancelled
 
 WAIT_S = 60.0
 MODULE = """
-import re
+import os, re, sys
 from cacheblend_documents.limited_process import limits, serve
 
 def answer(message):
     if message.startswith(b"until "):
         open(message[6:], "w").close()
         open(message[6:]).close()
+    elif message == b"print":
+        os.write(1, bytes([0, 0, 0, 0, 0, 0, 0, 1, 1]))  # would be an empty answer
+        print("and this", sys.stdin.read())
     elif message != b"short":
         open(message, "w").close()  # a FIFO: the test waits for it
         with limits(90, 1 << 34):
@@ -54,6 +57,13 @@ def began(tmp_path: Path) -> Path:
     """A FIFO: reading it waits until the process works."""
     os.mkfifo(path := tmp_path / "began")
     return path
+
+
+def test_what_the_process_prints_is_no_answer(module: str) -> None:
+    process = LimitedProcess(module)
+    assert process.ask(b"print") == b"print"
+    assert process.ask(b"short") == b"short"
+    process.close()
 
 
 def test_a_cancellation_kills_the_process_that_works(module: str, began: Path) -> None:
