@@ -91,11 +91,15 @@ def _parsed(
     name: str, data: bytes, limits: Limits, process: LimitedProcess, cancellation: Cancellation | None
 ) -> Converted:
     """Convert a file in the process."""
+    job = _Job(name.encode(errors="replace").decode(), limits, data)  # names need not be UTF-8
     try:
-        answer = process.ask(msgspec.msgpack.encode(_Job(name, limits, data)), cancellation)
+        answer = process.ask(msgspec.msgpack.encode(job), cancellation)
     except ProcessEnded as ended:
         raise _refusal(ended, limits.seconds_for(len(data))) from None
-    result = _decode(answer)
+    try:
+        result = _decode(answer)
+    except msgspec.ValidationError as error:
+        raise NotConverted(f"its converter is wrong: {error}", "damaged or locked") from None
     if result.converted is None:
         raise NotConverted(result.reason, result.group, unread=result.unread)
     return result.converted
@@ -137,7 +141,15 @@ def convert_here(name: str, data: bytes) -> Converted:
     if not converted.text.strip():
         lost = "; ".join(converted.omissions)
         raise NotConverted(f"no text; left out: {lost}" if lost else "empty", "without text" if lost else "empty")
+    _check_marks(converted)
     return _encodable(converted)
+
+
+def _check_marks(converted: Converted) -> None:
+    """Raise NotConverted for marks outside of the text or not in order, and for text before the first part."""
+    starts = [0, *(mark.start for mark in converted.marks), len(converted.text)]
+    if starts != sorted(starts) or (converted.is_split and starts[1] != 0):
+        raise NotConverted("its converter is wrong: marks are not in the text, or not in order", "damaged or locked")
 
 
 def _encodable(converted: Converted) -> Converted:

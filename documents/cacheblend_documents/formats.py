@@ -128,8 +128,9 @@ def named_by_content(name: str, data: bytes) -> str:
 
 
 def reason_of_suffix(name: str) -> str:
-    """Return why files with the suffix of this name have no text here, "" if unknown."""
-    return _REASON_OF_SUFFIX.get(PurePath(name).suffix.lower(), "")
+    """Return why files with the suffix of this name have no text here, "" if unknown or if they are converted."""
+    why = _REASON_OF_SUFFIX.get(PurePath(name).suffix.lower(), "")
+    return why if why and format_of(name) is None else ""
 
 
 def readable_suffixes() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import files
@@ -53,6 +54,10 @@ def test_encoded_text_without_a_known_suffix_is_read_by_its_content(data: bytes,
         assert conversion.convert(name, data).text.split() == text.split()
     plain = data.replace(b"\xfc\xdf", b"").rstrip() + b"\n"
     assert conversion.convert("saved.txt", plain).text.encode() == plain
+
+
+def test_a_file_name_need_not_be_utf_8() -> None:
+    assert conversion.convert(os.fsdecode(b"gr\xfc\xdfe.html"), b"<p>x").text.split() == ["x"]
 
 
 PAGE = """<!doctype html><html><head><title>The  travel page</title><style>p { color: red }</style></head><body>
