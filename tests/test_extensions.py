@@ -148,7 +148,7 @@ def converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_converter_is_found_by_suffix(converters: Path, folder: Path) -> None:
     docs = folder / "docs"
     docs.mkdir()
-    (docs / "a.SRT").write_text(SUBTITLES)
+    (docs / "a.SRT").write_text(SUBTITLES, newline="\r\n")
     (docs / "b.srt").write_text("1\n")
     (docs / "c.unknown").write_text("not read")
     shutil.move(folder / "a.md", docs)
