@@ -11,6 +11,9 @@ from safetensors import SafetensorError, safe_open
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.model_files import AGAIN, is_there
 
+MOST_HEADER_BYTES = 32 << 20
+"""Of a file: enough for 200,000 tensors."""
+
 
 class StoredRange(NamedTuple):
     """A tensor in the file: bytes `begin` to `end` from the beginning of the file."""
@@ -27,14 +30,17 @@ def safetensors_offsets(path: Path) -> dict[str, StoredRange]:
     if not is_there(path):
         raise UsageError(f"{path} does not exist", AGAIN)
     try:
-        with safe_open(path, framework="pt"), open(path, "rb") as stream:
+        with open(path, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-    except (SafetensorError, OSError) as error:
+            if size > MOST_HEADER_BYTES:
+                raise ValueError(f"its header has {size:,} bytes; the limit is {MOST_HEADER_BYTES:,}")
+            with safe_open(path, framework="np"):  # checks the header
+                header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        found = {
+            name: StoredRange(entry["dtype"], tuple(entry["shape"]), *(8 + size + at for at in entry["data_offsets"]))
+            for name, entry in header.items()
+        }
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path} is not a readable safetensors file: {error}", AGAIN) from error
-    header.pop("__metadata__", None)
-    found = {
-        name: StoredRange(entry["dtype"], tuple(entry["shape"]), *(8 + size + at for at in entry["data_offsets"]))
-        for name, entry in header.items()
-    }
     return dict(sorted(found.items(), key=lambda item: item[1][2:]))

@@ -21,7 +21,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.reader import CheckedReader
 from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 from cacheblend_cli.model.loading import resolve_model
-from cacheblend_cli.model.safetensors_header import safetensors_offsets
+from cacheblend_cli.model.safetensors_header import MOST_HEADER_BYTES, safetensors_offsets
 
 
 @pytest.fixture
@@ -217,9 +217,11 @@ def tensor(begin: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[
         header(a=tensor(0, 8, [2**62, 2**62])) + bytes(8),
         header(a=tensor(0, 8, [10**18] * 1000)) + bytes(8),
         header(a=tensor(0, 1, [3], "F4")) + bytes(1),
+        header(**{"a" * MOST_HEADER_BYTES: tensor(0, 8)}) + bytes(8),
         *(header(a=made) + bytes(8) for made in (
             tensor(0, 8, dtype="F33"), tensor(0, 8, dtype=["F32"]), tensor(0, 8, [-2]), tensor(0, 8, [True, 2]),
             tensor(0, 8, [2.0]), tensor(0, 8, 2), tensor(-8, 0), tensor("0", "8"), tensor(0, None), [], 3, {},
+            ["F32", [2], [0, 8]],
         )),
     ],
 )  # fmt: skip
