@@ -19,10 +19,10 @@ from cacheblend_cli.model.model_files import read_object
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.model."
 FREE = (
-    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     # without effect on a trained adapter's computation
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core",
     "qalora_group_size", "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
 )  # fmt: skip
 """Fields of adapter_config.json with any value."""
@@ -69,6 +69,10 @@ class LoraAdapter:
         pairs = _pairs(path / WEIGHTS)
         deltas = {}
         for module, (down, up) in sorted(pairs.items()):
+            if not config.is_target(module):
+                raise config.refused(
+                    f"{WEIGHTS} has {module}, which target_modules does not name: peft would not use it"
+                )
             rank, scale = config.rank_and_scale(module)
             if down.ndim != 2 or up.ndim != 2 or not down.shape[0] == up.shape[1] == rank:
                 raise config.refused(
@@ -111,6 +115,16 @@ class _Config:
         for name, value in ({"peft_type": None} | self.values).items():
             if name not in FREE and value not in VALUES.get(name, UNSET):
                 raise self.refused(f"{name} = {shown(value)} in {CONFIG} is not implemented")
+
+    def is_target(self, module: str) -> bool:
+        """Return whether target_modules names the module, by the end of its name or by a pattern, as peft reads it."""
+        named = self.values.get("target_modules")
+        if isinstance(named, list):
+            return any(module == name or module.endswith(f".{name}") for name in named)
+        try:
+            return named == "all-linear" or re.fullmatch(str(named), module) is not None
+        except re.error as error:
+            raise self.refused(f"target_modules in {CONFIG} is not a pattern: {error}") from error
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Return r, and alpha / r or alpha / sqrt(r)."""

@@ -177,6 +177,9 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (config(lora_alpha="16"), "r and lora_alpha of"),
         (config(rank_pattern=[1]), "rank_pattern"),
         (config(rank_pattern={"(": 1}), "adapter_config.json"),
+        (config(target_modules=["v_proj"]), "target_modules"),
+        (config(target_modules=r".*\.v_proj"), "target_modules"),
+        (config(target_modules="("), "target_modules"),
         (tensors(lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "lora_magnitude_vector"),
         (
             tensors(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)})),
