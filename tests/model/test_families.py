@@ -116,6 +116,13 @@ def test_a_config_of_latent_attention_is_read_as_by_transformers(name: str) -> N
     assert (routing.groups, routing.groups_kept) == (config.n_group or 1, config.topk_group or 1)
 
 
+@pytest.mark.parametrize("name", LATENT)
+def test_a_config_of_latent_attention_without_an_epsilon_has_transformers_own(name: str) -> None:
+    config = CONFIG_MAPPING[name](**({"num_experts_per_tok": 6} if name == "deepseek_v2" else {}))
+    given = {field: value for field, value in config.to_dict().items() if field != "rms_norm_eps"}
+    assert spec_from_config(given).rms_norm_eps == CONFIG_MAPPING[name].from_dict(given).rms_norm_eps
+
+
 def test_minicpm3_without_its_factors_has_none() -> None:
     null = {"scale_depth": None, "dim_model_base": None, "scale_emb": 1}
     spec = spec_from_config(CONFIG_MAPPING["minicpm3"]().to_diff_dict() | null)

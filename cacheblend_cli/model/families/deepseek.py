@@ -146,7 +146,7 @@ FAMILIES = (
     Family("deepseek_v3", ("DeepseekV3ForCausalLM", "DeepseekV3Model"), (*_MOE, "norm_topk_prob", "rope_interleave", "num_mtp_layers"),
            read_v3, {"routed_scaling_factor": 2.5}),
     Family("glm4_moe_lite", ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"), (*_MOE, "norm_topk_prob", "rope_interleave", "mlp_layer_types"),
-           read_glm, {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1}),
+           read_glm, {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5}),
     Family("minicpm3", ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
            (*_LATENT, "scale_emb", "scale_depth", "dim_model_base", "mlp_bias", "pretraining_tp"), read_minicpm,
            {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
