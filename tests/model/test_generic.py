@@ -102,6 +102,7 @@ def test_what_is_not_computed_as_transformers_does_is_refused(olmo: Path, how: s
             "deepseek_v32",
             "glm_moe_dsa",
             "longcat_flash",
+            "musicgen",
         ),
     ],
 )

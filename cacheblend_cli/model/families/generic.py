@@ -41,7 +41,7 @@ def generic_spec(config: dict[str, Any], named: list[str]) -> ModelSpec | None:
     try:
         with quiet():
             read = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(config), object_hook=_float))
-            values = read.to_dict()
+            values, is_inside = read.to_dict(), read.get_text_config() is not read
     except (TypeError, ValueError, AttributeError, LookupError, StrictDataclassError) as error:
         detail = " ".join(str(error).split())
         raise UsageError(
@@ -49,7 +49,7 @@ def generic_spec(config: dict[str, Any], named: list[str]) -> ModelSpec | None:
         ) from error
     if config.get("quantization_config"):
         raise not_generic(model_type, "its weights are quantised")
-    if read.get_text_config() is not read:
+    if is_inside:
         raise not_generic(model_type, "it is a language model inside another one")
     if getattr(read, "is_encoder_decoder", False):
         raise not_generic(model_type, "its decoder attends to an encoder (cross attention)")
