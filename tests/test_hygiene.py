@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +27,13 @@ def test_no_code_from_data() -> None:
             if isinstance(node, ast.Call):
                 said = [k.value for k in node.keywords if k.arg in ("trust_remote_code", "allow_pickle")]
                 assert all(isinstance(v, ast.Constant) and v.value is False for v in said), path
+
+
+def test_the_wheel_has_every_package() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = [(name, ROOT / place) for name, place in tool["package-dir"].items()]
+    modules = [(name, path.relative_to(folder)) for name, folder in folders for path in folder.rglob("*.py")]
+    assert {".".join((name, *path.parent.parts)) for name, path in modules} == set(tool["packages"])
 
 
 def test_folders_of_packages_are_not_importable(tmp_path: Path) -> None:
