@@ -141,7 +141,7 @@ OPTIONAL = (
     "prefix_cache_tokens", "reasoning", "reasoning_tokens", "auto", "tier", "verify", "confirm", "logprobs", "prompt_logprobs", "prompt_ids",
     "generated_ids", "layers",
 )  # fmt: skip
-"""Keys of the JSON form that are absent unless they apply."""
+"""Keys of the JSON form that are absent unless they apply, or were asked for."""
 
 
 @dataclass
@@ -220,11 +220,12 @@ class Answer:
             "tokens_per_step": round(self.tokens_per_step, 3),
             "timing": timing,
             "auto": self.auto and self.auto.to_dict(),
-            "layers": [vars(layer) for layer in self.layers] if explain else [],
+            "layers": [vars(layer) for layer in self.layers],
             **{name: report and vars(report) for name, report in reports.items()},
             **{name: [vars(part) for part in parts] for name, parts in lists.items()},
         }
-        return {k: v for k, v in out.items() if k not in OPTIONAL or (v and (ids or not k.endswith("_ids")))}
+        asked = {"prompt_ids": ids, "generated_ids": ids, "layers": explain}
+        return {name: value for name, value in out.items() if asked.get(name, value or name not in OPTIONAL)}
 
 
 @dataclass(frozen=True)
