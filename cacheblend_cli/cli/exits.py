@@ -73,7 +73,7 @@ def _hint(error: Any, message: str) -> str:
         return did_you_mean(error.option_name, error.possibilities, f"{path} --help")
     kind = type(error).__name__
     parameter: Any = getattr(error, "param", None)
-    if kind == "BadOptionUsage":
+    if kind == "BadOptionUsage" and "requires an argument" in message:
         return f"write a value after it: {error.option_name} VALUE"
     if kind == "MissingParameter" and context is not None:
         words = [p.human_readable_name.upper() for p in context.command.params if p.param_type_name == "argument"]

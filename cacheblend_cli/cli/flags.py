@@ -70,10 +70,12 @@ class Command(TyperCommand):
         return found
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        text = "\0".join(("", *args, ""))
-        for marked in _CONFIRM_MARKED:
-            text = text.replace(f"\0{marked}\0", "\0--on-unsupported\0confirm\0")
-        return super().parse_args(ctx, text.split("\0")[1:-1])
+        end = args.index("--") if "--" in args else len(args)
+        text = "\0".join(("", *args[:end], ""))
+        if any("--confirm" in parameter.opts for parameter in self.params):
+            for marked in _CONFIRM_MARKED:
+                text = text.replace(f"\0{marked}\0", "\0--on-unsupported\0confirm\0")
+        return super().parse_args(ctx, [*text.split("\0")[1:-1], *args[end:]])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
@@ -116,11 +118,10 @@ def instead_of(flag: str) -> UsageError | None:
         return UsageError(f"{flag} was removed", _REMOVED[flag])
     name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
     command = next((command for command, names in _HOMES if name in names), None)
-    if command is None:
+    is_switch, is_off = isinstance(getattr(Settings(), name, None), bool), flag.startswith("--no-")
+    if command is None or (is_off and not is_switch):
         return None
-    value, argument = "VALUE", " VALUE"
-    if isinstance(getattr(Settings(), name), bool):
-        value, argument = "false" if flag.startswith("--no-") else "true", ""
+    value, argument = (str(not is_off).lower(), "") if is_switch else ("VALUE", " VALUE")
     other = f", or cacheblend {command} {flag}{argument}" if command else ""
     return UsageError(
         f"{flag} is a setting, not a flag of this command", f"cacheblend config set {name} {value}{other}"

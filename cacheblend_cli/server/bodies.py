@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.settings.fields import REMOVED
 from cacheblend_cli.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_DOCUMENTS = 1024
@@ -283,7 +284,9 @@ def _refusal(message: str) -> ApiError:
     place = path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")  # messages[0].role: messages.0.role
     if unknown := _UNKNOWN.fullmatch(what):
         place = ".".join(part for part in (place, unknown[1]) if part)[:200]
-        return bad_request(f"unknown field {place!r}", place, "unknown_parameter")
+        removed = REMOVED.get(place.removeprefix("blend.")) if place.startswith("blend.") else None
+        message = f"the field {place!r} was removed: {removed}" if removed else f"unknown field {place!r}"
+        return bad_request(message, place, "unknown_parameter")
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
         place, what = ".".join(part for part in (place, missing[1]) if part), "the field is missing"
     return bad_request(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)

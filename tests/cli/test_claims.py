@@ -83,6 +83,8 @@ def test_the_question_may_be_marked(cli: Cli, asked: tuple[str, ...]) -> None:
     assert result.records[0]["confirm"]["confirmed"] is True
     both = cli("ask", "--confirm", "marked", "marked", *asked[2:], "--json", "--chunks", "")
     assert (both.code, "confirm" in both.records[0]) == (0, False)
+    last = cli(*asked[:1], *asked[2:], "--json", "--chunks", "", "--", "--confirm=marked")
+    assert (last.code, "confirm" in last.records[0]) == (0, False)
 
 
 def test_chat_names_or_refuses_what_is_in_no_source(

@@ -166,6 +166,13 @@ def test_a_removed_setting_says_what_to_do_wherever_it_is_set(
         overridden(DEFAULTS, {name: 1})
 
 
+def test_a_flag_that_does_not_exist_is_no_setting(cli: Cli) -> None:
+    for flag in ("--no-tier", "--no-ratio"):
+        result = cli("ask", "q", flag)
+        assert (result.code, "is a setting" in result.err) == (2, False), result.err
+    assert "config set stop_repetition false" in cli("ask", "q", "--no-stop-repetition").err
+
+
 def test_a_hint_about_a_value_has_the_form_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"top_k": 0})

@@ -42,6 +42,7 @@ def test_type_errors_cost_no_more_than_the_body(kind: type[AskBody], body: bytes
         (b'"n": 100000000000000000000', "n", None),
         (b'"temprature": 1', "temprature", "unknown_parameter"),
         (b'"blend": {"rato": 1}', "blend.rato", "unknown_parameter"),
+        (b'"blend": {"gradual": "1:0.3"}', "blend.gradual", "unknown_parameter"),
         (b'"documents": [{"text": "a"}, {"txt": "a"}]', "documents.1.txt", "unknown_parameter"),
         (b'"tool_choice": "required"', "tool_choice", "unsupported_parameter"),
         (b'"function_call": {"name": "f"}', "function_call", "unsupported_parameter"),
