@@ -16,8 +16,8 @@ import torch
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 from children import Ended, outcomes
+from ledger import Ledger
 from page_map import page_map
-from torture import Ledger
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import handbook_dir

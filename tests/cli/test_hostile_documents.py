@@ -15,7 +15,7 @@ import files
 import hostile
 import pytest
 from cacheblend_documents import conversion
-from torture import Ledger
+from ledger import Ledger
 
 Cli = Callable[..., Any]
 

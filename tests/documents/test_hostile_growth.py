@@ -13,7 +13,7 @@ import pytest
 from cacheblend_documents.conversion import convert_here
 from cacheblend_documents.converted import NotConverted
 from checkpoints import write_tokenizer
-from torture import Ledger
+from ledger import Ledger
 
 from cacheblend_cli.corpus.chunker import Encode
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from torture import Ledger
+from ledger import Ledger
 
 from cacheblend_cli.server.http_server import ConnectionLimits
 

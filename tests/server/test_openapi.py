@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ledger import Ledger
 from starlette.routing import Route
-from torture import Ledger
 
 from cacheblend_cli.server.app import make_app
 

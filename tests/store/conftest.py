@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torture import Ledger
+from ledger import Ledger
 
 
 @pytest.fixture

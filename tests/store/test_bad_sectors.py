@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from cacheblend_store import ChunkStore, StoreError, salvage, verify
 from children import Ended, outcomes
+from ledger import Ledger
 from page_map import page_map
 from small_chunks import Operation, key_of, make_chunk, read_chunk
-from torture import Ledger
 
 SECTOR, PAGE = 512, 4096
 SEEDS = range(40)

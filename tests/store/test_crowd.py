@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cacheblend_store import ChunkStore, StoreStats, stats, verify
 from children import Child
+from ledger import Ledger
 from small_chunks import key_of, make_chunk, operation, read_chunk, read_contents
-from torture import Ledger
 
 Acknowledge = Callable[[], None]
 

@@ -12,9 +12,9 @@ from bare_store import bare_writing
 from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat, compact, salvage, verify
 from cacheblend_store.lmdb_file.pages.layout import Branch
 from children import Ended, outcomes
+from ledger import Ledger
 from page_map import page_map, pages_by_level
 from small_chunks import Contents, Operation, key_of, make_chunk, read_chunk
-from torture import Ledger
 
 NUM_CHUNKS = 48
 NEW = (5000, 5001, 5002)

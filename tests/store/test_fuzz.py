@@ -29,10 +29,10 @@ from cacheblend_store.format.records import (
 from cacheblend_store.state import read_state, write_state
 from cacheblend_store.writer import with_digests
 from children import Ended, limit_memory, outcomes
+from ledger import Ledger
 from mutations import mutate
 from one_blob import read_blob, read_layer
 from small_chunks import COLLECTION, key_of, make_chunk
-from torture import Ledger
 
 SECONDS = 1.0  # of CPU, a bound of the formats: the slowest takes milliseconds
 CASES = 50  # a child

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cacheblend_store import ChunkStore
 from disk_shim import SUPPORT, Fault, build, environment
+from ledger import Ledger
 from small_chunks import make_chunk
-from torture import Ledger
 
 OPERATIONS = ("put", "replace", "evict", "remove", "document", "forget", "compact", "salvage", "create")
 EXPECTED = {

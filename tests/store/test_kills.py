@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cacheblend_store import ChunkStore, verify
 from children import Child
+from ledger import Ledger
 from small_chunks import Contents, operation, read_contents
-from torture import Ledger
 
 
 def _write_on(path: Path, writer: int, start: int) -> Callable[[Callable[[], None]], None]:

@@ -13,8 +13,8 @@ from cacheblend_store import ChunkStore, StoreError, StoreNotFound, verify
 from children import Ended, outcomes
 from disk_images import POLICIES, Disk, cuts, lay_out
 from disk_shim import Call, Event, build, read_log, run
+from ledger import Ledger
 from small_chunks import Contents, operation, read_contents
-from torture import Ledger
 
 NUM_OPERATIONS = 60
 WORKLOAD = f"""

@@ -18,7 +18,7 @@ import pytest
 from cacheblend_store import ChunkStore, verify
 from checkpoints import WORDS, write_checkpoint
 from disk_shim import Fault, build, environment
-from torture import Ledger
+from ledger import Ledger
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.collect import commits

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from ledger import Ledger
 from small_chunks import LAYERS, Contents, Operation, key_of, make_chunk, read_chunk, read_contents, summary_of
-from torture import Ledger
 
 SEEDS = st.integers(0, 11)
 SOME = st.lists(SEEDS, min_size=1, max_size=5, unique=True).map(tuple)

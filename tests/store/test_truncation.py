@@ -12,8 +12,8 @@ import pytest
 from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat, salvage, verify
 from cacheblend_store.lmdb_file.pages.commits import salvageable
 from children import Ended, outcomes
+from ledger import Ledger
 from small_chunks import Operation, key_of, make_chunk, read_chunk, read_contents
-from torture import Ledger
 
 SEEDS = tuple(range(24))
 PAGE = os.sysconf("SC_PAGE_SIZE")
