@@ -156,7 +156,7 @@ def test_the_process_of_a_conversion_is_killed(start: Any, monkeypatch: pytest.M
 
     def note(self: LimitedProcess) -> subprocess.Popen[bytes]:
         process = started(self)
-        if "converters" in str(process.args):
+        if "cacheblend_documents.conversion" in str(process.args):
             found.append(process)
             began.release()
         return process

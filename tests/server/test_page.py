@@ -211,15 +211,15 @@ def test_files_of_one_name_are_told_apart(server: Any, page: Page, tmp_path: Pat
     engine.precompute(store, [str(tmp_path / "docs")], PrecomputeOptions(), lambda event: None)
     page.reload()
     page.until("document.querySelectorAll('#documents li').length === 5")
-    paths = [f"{city}/travel.md" for city in ("Bergen", "Oslo", "Tromso")]
+    paths = [f"docs/{city}/travel.md" for city in ("Bergen", "Oslo", "Tromso")]
     assert text_of(page, "#documents .name").split("|") == ["billing", "parrots", *paths]
     assert str(tmp_path) not in server.client.get("/v1/documents").text
     ask(page, "what allowance is paid daily in Tromso?")
     names = text_of(page, ".footnote .name").split("|")
-    assert names[0].startswith("Tromso/travel.md")
+    assert names[0].startswith("docs/Tromso/travel.md")
     assert {name.partition(",")[0] for name in names} <= set(paths)
     click(page, ".footnote")
-    assert text_of(page, "#passage h2") == "1. Tromso/travel.md"
+    assert text_of(page, "#passage h2") == "1. docs/Tromso/travel.md"
 
 
 def test_a_footnote_opens_the_document_at_the_passage(server: Any, page: Page) -> None:
