@@ -12,7 +12,7 @@ from cases import AttentionCase, assert_close, attention_case, attention_referen
 from torch.nn.attention import SDPBackend
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from gpu import sdpa
+from gpu import speeds
 
 HALF = torch.float16
 
@@ -29,9 +29,9 @@ def full(length: int, **options: Any) -> AttentionCase:
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_sdpa_equals_our_attention(kernel: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU another kernel stands for cuDNN's; what lies in the pool behind the rows is NaN, and reaches nothing."""
-    monkeypatch.setitem(sdpa.SDPA, "cudnn", SDPBackend.MATH)
+    monkeypatch.setitem(speeds.SDPA, "cudnn", SDPBackend.MATH)
     case = full(70, heads=heads, strided=True)
-    out = sdpa.sdpa_prefill(case.q, case.cache, case.meta.contiguous_slot, 0.125, kernel)
+    out = speeds.sdpa_prefill(case.q, case.cache, case.meta.contiguous_slot, 0.125, kernel)
     assert out.is_contiguous()
     assert_close(out, attention_reference(case, 0.125), HALF)
 
@@ -44,9 +44,9 @@ def test_cudnn_sees_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((q.shape[2], k.shape[2], v.shape[2]))
         return q
 
-    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(speeds.F, "scaled_dot_product_attention", attention)
     for length in (1, 70, 256, 257, 300):
         case = full(length)
-        out = sdpa.sdpa_prefill(case.q, case.cache, case.meta.contiguous_slot, 0.125, "cudnn")
+        out = speeds.sdpa_prefill(case.q, case.cache, case.meta.contiguous_slot, 0.125, "cudnn")
         assert out.shape == case.q.shape
     assert seen == [(n, n, n) for n in (256, 256, 256, 512, 512)]
