@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -135,9 +135,9 @@ class Interrupted(CacheBlendError):
 
 
 @contextmanager
-def on_interrupt(hint: str) -> Iterator[None]:
+def on_interrupt(hint: str | Callable[[], str]) -> Iterator[None]:
     """Add a hint to the message of a Ctrl-C inside the block."""
     try:
         yield
     except KeyboardInterrupt as error:
-        raise Interrupted("interrupted", hint) from error
+        raise Interrupted("interrupted", hint if isinstance(hint, str) else hint()) from error

@@ -42,19 +42,26 @@ class Missing:
 class Difference:
     """Changes that a run makes to the store."""
 
-    new: Amount = field(default_factory=Amount)  # chunks of documents that the store does not have in these settings
-    replaced: Amount = field(default_factory=Amount)  # chunks to compute of documents that it has
+    new: Amount = field(default_factory=Amount)  # chunks to compute: of new documents, or stored without KV
+    replaced: Amount = field(default_factory=Amount)  # other chunks to compute, of changed documents
     unchanged: Amount = field(default_factory=Amount)
     removed: Amount = field(default_factory=Amount)
     # (flag as stored, flag now) -> number of documents to compute again because of it. A document can count several
     # times.
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
     missing: list[Missing] = field(default_factory=list)  # chunks to compute, per collection
-    seconds: float = 0.0  # estimated time to compute the missing chunks; 0 if not measured
+    seconds: float = 0.0  # estimated time to compute the missing chunks, 0 if unknown
+    tokens_per_s: float = 0.0  # speed of earlier runs, 0 if there are none
 
     @property
     def computed_tokens(self) -> int:
         return sum(missing.tokens for missing in self.missing)
+
+    def expect(self, tokens_per_s: float) -> None:
+        """Estimate the time from the speed of earlier runs. 0 leaves it unknown."""
+        self.tokens_per_s = tokens_per_s
+        if tokens_per_s:
+            self.seconds = self.computed_tokens / tokens_per_s
 
 
 def compare(
@@ -92,10 +99,12 @@ class _Comparison:
         """Count a document's chunks, and why some are computed. missing: gets the chunks to compute."""
         source, before = document.file.source, missing.chunks
         own = self._diff.replaced(source, part.collection, part.settings.context)
+        had = {key for record in own for key in record.chunk_keys}
         for size in document.sizes:
             if size.key not in self.planned:
                 self.planned.add(size.key)
-                self._add(part, size, missing, self.found.replaced if own else self.found.new)
+                is_new = not own or (size.key in had and not size.has_kv)
+                self._add(part, size, missing, self.found.new if is_new else self.found.replaced)
         if missing.chunks == before or self._force:
             return
         if versions := own or self._diff.versions(source):

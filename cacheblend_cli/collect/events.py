@@ -49,8 +49,9 @@ class PrecomputeEvent:
     |-----------|-------------------------------------------------------------------------------------------------|
     | "reading" | `done` documents are found (`total` 0); then `done` of `total` bytes of them are read and cut   |
     | "room"    | the quota is too small for all KV                                                               |
-    | "measure" | the machine's speed is measured, to estimate how long the run takes                             |
-    | "plan"    | `total` tokens to process; `planned` lists the changes, with estimated seconds for a long run   |
+    | "measure" | the machine's speed is measured, for no earlier run tells how long this one takes                |
+    | "plan"    | `total` tokens to process; `planned` lists the changes                                          |
+    | "ready"   | all documents can be searched and asked about; the KV that `planned` lists follows              |
     | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run                              |
     | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
     | "skipped" | a file is not a document                                                                        |
@@ -59,7 +60,9 @@ class PrecomputeEvent:
     | "kept"    | every stored document of a folder is gone, and the folder is left as it is                      |
     """
 
-    kind: Literal["reading", "room", "measure", "plan", "chunk", "settled", "skipped", "omitted", "removed", "kept"]
+    kind: Literal[
+        "reading", "room", "measure", "plan", "ready", "chunk", "settled", "skipped", "omitted", "removed", "kept"
+    ]
     chunk: ChunkResult | None = None
     message: str = ""  # text to show the user
     done: int = 0
@@ -68,6 +71,7 @@ class PrecomputeEvent:
     skipped: Skipped | None = None
     incomplete: Sequence[Incomplete] = ()
     planned: Difference | None = None
+    report: PrecomputeReport | None = None  # of the run so far
 
 
 @dataclass
@@ -80,6 +84,8 @@ class PrecomputeReport:
     unchanged: int = 0  # chunks
     replaced: int = 0  # chunks
     removed: int = 0  # chunks
+    chunks: int = 0  # total of the stored documents
+    with_kv: int = 0  # chunks of these that are reported and have KV
     tokens: int = 0  # total of all chunks
     computed_tokens: int = 0
     bytes: int = 0  # KV of these documents that fits the quota

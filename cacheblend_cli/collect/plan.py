@@ -278,10 +278,15 @@ def planned_chunks(
             chunk,
             left,
             settings.context,
-            keeps_state=number == len(chunks) or number % settings.state_every == 0,
+            keeps_state=keeps_state(index, chunks, settings.state_every),
         )
-        for number, (chunk, left) in enumerate(zip(chunks, contexts, strict=True), 1)
+        for index, (chunk, left) in enumerate(zip(chunks, contexts, strict=True))
     ]
+
+
+def keeps_state(index: int, chunks: Sequence[object], state_every: int) -> bool:
+    """Return whether a hybrid's state after the chunk at this index of a document is stored."""
+    return index + 1 == len(chunks) or (index + 1) % state_every == 0
 
 
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as Names
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_documents.converted import NotConverted
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, StoreError
 
 from cacheblend_cli.collect.collector import Cluster
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, Paths, diff_corpus
@@ -20,19 +22,21 @@ from cacheblend_cli.collect.difference import Difference, compare, estimate_seco
 from cacheblend_cli.collect.document_records import StoredDocument, rename_documents, stored_documents
 from cacheblend_cli.collect.events import Incomplete, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, Planner
-from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import room_for
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.speed import CollectSpeed
 from cacheblend_cli.collect.storing import PlanStorage
+from cacheblend_cli.collect.warm_collector import WarmEngine
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.corpus.search import prepare
+from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.types import SearchParams
 
 Confirm = Callable[[Difference], bool]
 ConfirmRemoval = Callable[[str, int], bool]
 """Called with a folder of which every stored document is gone, and their number."""
-_LONG_PACKS = 24  # launches from which a run measures its speed first, with two launches
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class PrecomputeOptions:
     max_bytes: int | None = None  # new quota of the store, bytes; None: unchanged
     day: date | None = None  # for a chat template that prints a date; None: the date that the store keeps, or today
     cluster: Cluster | None = None  # computes the KV; None: this process
+    warm: WarmEngine | None = None  # computes the KV in a store without a quota, while it runs
+    texts_only: bool = False  # store no KV
+    search: SearchParams | None = None  # searches to prepare the index for
+    machine: str = ""  # device and other settings by which the speed of earlier runs is remembered
 
     def __post_init__(self) -> None:
         CollectSettings(**self.given)
@@ -74,8 +82,8 @@ def precompute(
     confirm: Confirm | None = None,
     confirm_removal: ConfirmRemoval | None = None,
 ) -> PrecomputeReport:
-    """Bring the store up to date with the documents at and below the paths. Each chunk is durable before it is
-    reported.
+    """Bring the store up to date with the documents at and below the paths: first the texts of all documents, which can
+    be asked about then, and then KV. Each chunk is durable before it is reported.
 
     An interrupted run can be repeated; its stored chunks are then `unchanged`. Raises UsageError if `confirm` returns
     False, and for settings that do not fit the model.
@@ -108,24 +116,40 @@ def precompute(
         on_event(PrecomputeEvent("room", room=room))
     difference = compare(store, diff, plan, room, force=options.force)
     _count_planned(report, diff, plan, difference)
+    speed = CollectSpeed(collection.model.fingerprint, options.machine)
+    difference.expect(speed.tokens_per_s)
     if options.dry_run or store is None:
         _estimate(difference, on_event)
         return report
     start += _confirm(difference, confirm, on_event)
-    long_run = _LONG_PACKS * pack_tokens(collection.model.decoder.device)
-    if options.cluster is None and difference.computed_tokens >= long_run:
-        _estimate(difference, on_event)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
-    run = PlanStorage(planner, store, room, on_event, report, cluster=options.cluster, force=options.force)
+    run = PlanStorage(
+        planner,
+        store,
+        room,
+        on_event,
+        report,
+        cluster=options.cluster,
+        warm=options.warm if quota <= 0 else None,  # the engine does not know which KV to keep
+        force=options.force,
+        texts_only=options.texts_only,
+    )
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
     roots = [root for root in diff.given_roots(options.given) if plan or root.path in known]
     roots = [root for root in roots if root.path not in report.emptied]
     diff.source_settings.remember(store, roots, options.given, done=False)
     for part in plan:
-        run.store(part)
+        run.store_texts(part)
     run.remove_gone()
     run.remove_outdated()
     diff.source_settings.remember(store, roots, options.given, done=True)
+    if difference.computed_tokens:
+        if options.search is not None:
+            with suppress(CacheBlendError, StoreError, OSError, sqlite3.Error):  # which the first search reports
+                prepare(store, options.search, [part.collection.id for part in plan])
+        on_event(PrecomputeEvent("ready", planned=difference, report=report))
+    if not options.texts_only:
+        run.store_kv(speed)
     report.seconds = time.perf_counter() - start
     return report
 
@@ -169,7 +193,8 @@ def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
 
 
 def _estimate(difference: Difference, on_event: OnEvent) -> None:
-    if difference.missing and not difference.seconds:
+    """Measure the machine's speed, unless it is known from earlier runs."""
+    if difference.computed_tokens and not difference.seconds:
         on_event(PrecomputeEvent("measure"))
         difference.seconds = estimate_seconds(difference.missing)
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from cacheblend_store import ChunkStore, DocumentSummary
+from cacheblend_store import ChunkStore, DocumentRecord, DocumentSummary
 from cacheblend_store.format.records import document_key
 
-from cacheblend_cli.collect.collector import Cluster, Collector, How, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.collect_lock import collecting
+from cacheblend_cli.collect.collector import Cluster, Collector, PlannedChunk, chunk_manifest, planned_of
 from cacheblend_cli.collect.document_records import document_record, document_summary, is_news, renamed
 from cacheblend_cli.collect.events import ChunkResult, ChunkStatus, OnEvent, PrecomputeEvent, PrecomputeReport
-from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner
+from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner, keeps_state
 from cacheblend_cli.collect.room import Room
+from cacheblend_cli.collect.speed import CollectSpeed
+from cacheblend_cli.collect.summaries import ChunkSize
+from cacheblend_cli.collect.warm_collector import WarmCollector, WarmEngine
 from cacheblend_cli.corpus.documents import DocumentFile
 from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.prompt.records import keep_record
 
 # Tokens of documents whose records and texts are committed together: a commit of a few chunks rewrites as many pages as
 # a commit of many.
@@ -25,27 +32,32 @@ _SUMMARIES = 1 << 10  # summaries per transaction
 
 @dataclass
 class _Batch:
-    """Documents of a part with their chunks, whose records are committed together."""
+    """Documents of a part whose records are committed together."""
 
     part: Part
-    documents: list[tuple[DocumentFile, list[PlannedChunk]]] = field(default_factory=list)
+    documents: list[PlannedDocument] = field(default_factory=list)
     tokens: int = 0
+    # Chunks to report once they have KV. Value: their status if another process stored it.
+    pending: dict[bytes, ChunkStatus] = field(default_factory=dict)
 
     @property
-    def chunks(self) -> Iterator[PlannedChunk]:
-        return (chunk for _, chunks in self.documents for chunk in chunks)
+    def places(self) -> Iterator[_Place]:
+        return (_Place(d, i, size) for d in self.documents for i, size in enumerate(d.sizes))
 
-    @property
-    def places(self) -> dict[bytes, list[PlannedChunk]]:
-        """Each text once, by key, with all its places in the documents."""
-        places = dict[bytes, list[PlannedChunk]]()
-        for chunk in self.chunks:
-            places.setdefault(chunk.key, []).append(chunk)
-        return places
+    def lacks_kv(self, document: PlannedDocument) -> bool:
+        return any(size.key in self.pending for size in document.sizes)
+
+
+class _Place(NamedTuple):
+    """A chunk of a document. A text that documents share has several places."""
+
+    document: PlannedDocument
+    position: int
+    size: ChunkSize
 
 
 class PlanStorage:
-    """Executes a plan. room: chunks that should have KV."""
+    """Executes a plan: `store_texts` of all parts, then `store_kv`. room: chunks that should have KV."""
 
     def __init__(
         self,
@@ -56,53 +68,82 @@ class PlanStorage:
         report: PrecomputeReport,
         *,
         cluster: Cluster | None,
+        warm: WarmEngine | None,
         force: bool,
+        texts_only: bool,
     ) -> None:
         self._diff, self._planner, self._store, self._room = planner.diff, planner, store, room
         self._keep = room.keep or frozenset()  # chunks that the store must not evict
-        self._on_event, self._report, self._cluster, self._force = on_event, report, cluster, force
+        self._on_event, self._report = on_event, report
+        self._cluster, self._warm, self._force, self._texts_only = cluster, warm, force, texts_only
         self._shown = lru_cache(16)(shown)  # called for each chunk
         self._omissions = {file.source: file.omissions for file in planner.diff.documents if file.omissions}
         self._summaries = list[DocumentSummary]()  # not yet stored
+        self._batches = list[tuple[Part, list[_Batch]]]()  # without KV so far
 
-    def store(self, part: Part) -> None:
-        """Store the part's documents that changed or lack KV, in batches."""
+    def store_texts(self, part: Part) -> None:
+        """Store records and texts of the part's documents that changed, in batches.
+
+        Searches and citations then use the current version, and an interrupted run leaves no chunk without a document.
+        """
+        keep_record(self._store, part.collection)
         if part.settled.num_documents:
-            self._report.unchanged += part.settled.num_chunks
+            for count in ("chunks", "unchanged", "with_kv"):
+                setattr(self._report, count, getattr(self._report, count) + part.settled.num_chunks)
             self._on_event(PrecomputeEvent("settled", done=part.settled.num_tokens))
-        collector, most = self._collector(part)
-        collector.begin()
-        batch = _Batch(part)
+        batches, batch = list[_Batch](), _Batch(part)
+        most = _BATCH_TOKENS * (1 if self._cluster is None else self._cluster.workers)
         for planned in part.documents:
             is_complete = all(size.has_kv or size.key not in self._room for size in planned.sizes)
             if planned.is_current and is_complete and not self._force:
                 self._keep_document(part, planned)
-            elif (chunks := self._planner.cut_again(part, planned)) is not None:
-                batch.documents.append((planned.file, chunks))
-                batch.tokens += sum(size.num_tokens for size in planned.sizes)
+                continue
+            batch.documents.append(planned)
+            batch.tokens += sum(size.num_tokens for size in planned.sizes)
             if batch.tokens >= most:
-                self._store_batch(collector, batch)
+                batches.append(batch)
+                self._put_texts(batch)
                 batch = _Batch(part)
-        if batch.documents:
-            self._store_batch(collector, batch)
+        batches.append(batch)
+        self._put_texts(batch)
         self._put_summaries()
+        self._batches.append((part, [batch for batch in batches if batch.pending]))
 
-    def _collector(self, part: Part) -> tuple[Collector, int]:
-        """Return the part's collector, and the tokens of a batch for it."""
+    def store_kv(self, speed: CollectSpeed) -> None:
+        """Compute and store the KV of all chunks that `store_texts` left without."""
+        lacks_kv = any(batches for _, batches in self._batches)
+        try:
+            with collecting(self._store) if lacks_kv else nullcontext():
+                for part, batches in self._batches:
+                    collector = self._collector(part)
+                    collector.begin()
+                    for batch in batches:
+                        self._store_kv(collector, batch, speed)
+        except KeyboardInterrupt:
+            self._count_kv()
+            raise
+        finally:
+            speed.keep()
+
+    def _collector(self, part: Part) -> Collector:
         if self._cluster is not None:
-            return self._cluster.collector(part.collection, self._store), _BATCH_TOKENS * self._cluster.workers
+            return self._cluster.collector(part.collection, self._store)
+        if self._warm is not None and not part.collection.model.spec.recurrent:
+            return WarmCollector(part.collection, self._store, self._warm)
         with_prefix = part.collection.prefix_key in self._room
-        return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix), _BATCH_TOKENS
+        return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix)
 
     def _keep_document(self, part: Part, planned: PlannedDocument) -> None:
         """Report the chunks of a document that needs no work, and store its summary if it has none."""
-        for index, size in enumerate(planned.sizes):
-            self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
+        for place in _Batch(part, [planned]).places:
+            self._report.chunks += 1
+            self._tell(part, place, "unchanged", has_kv=place.size.key in self._room)
         if not self._is_noted(part, planned.file):
-            self._add_summary(part, planned.file, ((size.key, size.num_tokens) for size in planned.sizes))
+            self._add_summary(part, planned)
 
-    def _add_summary(self, part: Part, file: DocumentFile, sizes: Iterable[tuple[bytes, int]]) -> None:
-        self._summaries.append(document_summary(part.collection, file, part.settings, sizes))
+    def _add_summary(self, part: Part, planned: PlannedDocument) -> None:
+        sizes = ((size.key, size.num_tokens) for size in planned.sizes)
+        self._summaries.append(document_summary(part.collection, planned.file, part.settings, sizes))
         if len(self._summaries) >= _SUMMARIES:
             self._put_summaries()
 
@@ -142,80 +183,114 @@ class PlanStorage:
                 what = f"its chunks of context {record.context} in {diff.codecs[record.collection]} were removed"
                 self._on_event(PrecomputeEvent("removed", message=f"{shown(record.source)} has changed: {what}"))
 
-    def _store_batch(self, collector: Collector, batch: _Batch) -> None:
-        """Store records and texts of documents first, then missing KV.
-
-        Searches and citations then use the current version at once, and an interrupted run leaves no chunk without a
-        document.
-        """
-        part, places = batch.part, batch.places
-        wanted = {key: first for key, (first, *_) in places.items()}
-        with_kv = self._put_records(batch, wanted)
-        missing = self._missing(collector, wanted, with_kv)
-        before = {file.source: self._keys_before(part, file.source) for file, _ in batch.documents}
-        for chunk in batch.chunks:
-            if chunk.key not in missing:
-                self._tell_of(part, chunk, "unchanged" if chunk.key in with_kv else "new", before)
-        to_store = [chunk for key, chunk in wanted.items() if key in missing]
-        for collected in collector.store(to_store, again=self._force):
-            first, *others = places[collected.key]
-            self._count_work(collected.how, len(first.chunk.token_ids))
-            self._tell_of(part, first, collected.status, before, done=len(first.chunk.token_ids))
-            for chunk in others:  # the same text in other places
-                self._tell_of(part, chunk, "unchanged", before)
-        for file, chunks in batch.documents:
-            self._add_summary(part, file, ((chunk.key, len(chunk.chunk.token_ids)) for chunk in chunks))
-        self._put_summaries()
-
-    def _put_records(self, batch: _Batch, wanted: Mapping[bytes, PlannedChunk]) -> dict[bytes, bool]:
-        """Store records of the documents that changed, and texts of new chunks. Return whether each chunk that was
-        stored before has KV, by key."""
-        part = batch.part
-        records = [document_record(part.collection, file, chunks, part.settings) for file, chunks in batch.documents]
+    def _put_texts(self, batch: _Batch) -> None:
+        """Store records of the documents that changed and texts of new chunks, and report chunks whose KV is not to be
+        stored."""
+        part, wanted, records = batch.part, dict[bytes, PlannedChunk](), list[DocumentRecord]()
+        planned_documents, batch.documents = batch.documents, []
+        for planned in planned_documents:
+            if self._force or not planned.is_current:  # otherwise its record and texts are stored
+                if (chunks := self._planner.cut_again(part, planned)) is None:
+                    continue
+                records.append(document_record(part.collection, planned.file, chunks, part.settings))
+                for chunk in chunks:
+                    wanted.setdefault(chunk.key, chunk)
+            batch.documents.append(planned)
+        keys = {place.size.key for place in batch.places}
         with self._store.read() as reader:
-            with_kv = {key: m.has_kv for key in sorted(wanted) if (m := reader.undamaged(key)) is not None}
+            with_kv = {key: m.has_kv for key in sorted(keys) if (m := reader.undamaged(key)) is not None}
             news = [record for record in records if is_news(record, reader.document(record.key))]
         texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted.keys() - with_kv.keys())]
         self._report.removed += len(self._store.put_documents(news, (), texts, self._keep))
-        return with_kv
+        statuses: dict[bytes, ChunkStatus] = {key: "unchanged" if key in with_kv else "new" for key in keys}
+        in_room = {key for key in keys if key in self._room}
+        if not self._texts_only:
+            batch.pending = {k: statuses[k] for k in in_room if self._force or not with_kv.get(k)}
+        before = self._keys_before(batch)
+        for place in batch.places:
+            self._report.chunks += 1
+            if (key := place.size.key) not in batch.pending:
+                self._tell(part, place, statuses[key], before, has_kv=key in in_room and bool(with_kv.get(key)))
+        for planned in batch.documents:
+            if not batch.lacks_kv(planned):
+                self._add_summary(part, planned)
 
-    def _missing(
-        self, collector: Collector, wanted: Mapping[bytes, PlannedChunk], with_kv: Mapping[bytes, bool]
-    ) -> set[bytes]:
-        """Return the keys of chunks whose KV is to be stored."""
-        if self._force:
-            return {key for key in wanted if key in self._room}
-        missing = {key for key in wanted if key in self._room and not with_kv.get(key)}
-        if collector.collection.model.spec.recurrent:  # a document's chunks are computed in order, from its beginning
-            sources = {wanted[key].source for key in missing}
-            missing = {key for key in wanted if key in self._room and wanted[key].source in sources}
-        return missing - collector.present([wanted[key] for key in missing])
+    def _store_kv(self, collector: Collector, batch: _Batch, speed: CollectSpeed) -> None:
+        """Store the KV of a batch. Chunks that got KV meanwhile, from a question or another process, are reported."""
+        part, before, places = batch.part, self._keys_before(batch), dict[bytes, list[_Place]]()
+        documents = list(filter(batch.lacks_kv, batch.documents))
+        for place in batch.places:
+            if place.size.key in batch.pending:
+                places.setdefault(place.size.key, []).append(place)
+        for collected in collector.store(self._missing(collector, batch), again=self._force):
+            if batch.pending.pop(collected.key, None) is None:
+                continue  # a chunk that a recurrent model computes for the ones after it
+            first, *others = places[collected.key]
+            if collected.how == "computed":
+                self._report.computed_tokens += first.size.num_tokens
+                speed.count(first.size.num_tokens)
+            else:
+                self._report.taken += 1
+            self._tell(part, first, collected.status, before, has_kv=True, done=first.size.num_tokens)
+            for place in others:  # the same text in other places
+                self._tell(part, place, "unchanged", before, has_kv=True)
+        for key in list(batch.pending):
+            status = batch.pending.pop(key)
+            for place in places[key]:
+                self._tell(part, place, status, before, has_kv=True)
+        for planned in documents:
+            self._add_summary(part, planned)
+        self._put_summaries()
 
-    def _keys_before(self, part: Part, source: str) -> set[bytes]:
-        """Return the chunks that a document had in the part's codec and context before this run."""
-        records = self._diff.replaced(source, part.collection, part.settings.context)
-        return {key for record in records for key in record.chunk_keys}
+    def _missing(self, collector: Collector, batch: _Batch) -> list[PlannedChunk]:
+        """Return the chunks to compute, in order, from their records in the store."""
+        with self._store.read() as reader:
+            found = ((key, reader.undamaged(key)) for key in sorted(batch.pending))
+            missing = {key for key, m in found if m is not None and (self._force or not m.has_kv)}
+            if batch.part.collection.model.spec.recurrent:  # a document is computed in order, from its beginning
+                some = (d for d in batch.documents if any(size.key in missing for size in d.sizes))
+                missing = {size.key for d in some for size in d.sizes if size.key in self._room}
+            every, chunks = batch.part.settings.state_every, list[PlannedChunk]()
+            for document, position, size in batch.places:
+                if size.key in missing and (manifest := reader.undamaged(size.key)) is not None:
+                    missing.discard(size.key)
+                    keeps = keeps_state(position, document.sizes, every)
+                    chunks.append(replace(planned_of(manifest), source=document.file.source, keeps_state=keeps))
+        present = collector.present(chunks)
+        return [chunk for chunk in chunks if chunk.key not in present]
 
-    def _count_work(self, how: How, num_tokens: int) -> None:
-        if how == "computed":
-            self._report.computed_tokens += num_tokens
-        else:
-            self._report.taken += 1
+    def _count_kv(self) -> None:
+        """Count chunks that got KV from a question or another process and are not reported."""
+        with self._store.read() as reader:
+            for batch in (batch for _, batches in self._batches for batch in batches):
+                keys = [place.size.key for place in batch.places if place.size.key in batch.pending]
+                self._report.with_kv += sum((m := reader.undamaged(key)) is not None and m.has_kv for key in keys)
 
-    def _tell_of(
-        self, part: Part, chunk: PlannedChunk, status: ChunkStatus, before: Mapping[str, set[bytes]], done: int = 0
-    ) -> None:
-        """Count and report a chunk. before: the chunks that its document had, by its name."""
-        if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
-            status = "replaced"
-        self._tell(part, chunk.key, chunk.source, chunk.chunk.index, len(chunk.chunk.token_ids), status, done)
+    def _keys_before(self, batch: _Batch) -> dict[str, set[bytes]]:
+        """Return the chunks that each document had in the part's codec and context before this run."""
+        found, context = dict[str, set[bytes]](), batch.part.settings.context
+        for document in batch.documents:
+            records = self._diff.replaced(document.file.source, batch.part.collection, context)
+            found[document.file.source] = {key for record in records for key in record.chunk_keys}
+        return found
 
     def _tell(
-        self, part: Part, key: bytes, source: str, index: int, tokens: int, status: ChunkStatus, done: int = 0
+        self,
+        part: Part,
+        place: _Place,
+        status: ChunkStatus,
+        before: Mapping[str, set[bytes]] = {},
+        *,
+        has_kv: bool,
+        done: int = 0,
     ) -> None:
-        """Count and report a chunk. done: tokens that were worked on."""
-        setattr(self._report, status, getattr(self._report, status) + 1)
-        num_bytes = part.stored_bytes(tokens) if key in self._room else 0
-        omissions = self._omissions.get(source, ()) if index == 0 else ()
-        result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status, omissions)
-        self._on_event(PrecomputeEvent("chunk", result, done=done))
+        """Count and report a chunk. before: see `_keys_before`. done: tokens that were worked on."""
+        report, source, size = self._report, place.document.file.source, place.size
+        if status == "new" and (had := before.get(source)) and size.key not in had:
+            status = "replaced"
+        setattr(report, status, getattr(report, status) + 1)
+        report.with_kv += has_kv
+        num_bytes = part.stored_bytes(size.num_tokens) if has_kv else 0
+        omissions = self._omissions.get(source, ()) if place.position == 0 else ()
+        about = self._shown(source), place.position, size.num_tokens, num_bytes, status, omissions
+        self._on_event(PrecomputeEvent("chunk", ChunkResult(size.key.hex(), *about), done=done))

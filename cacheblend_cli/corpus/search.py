@@ -184,6 +184,14 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         return found
 
 
+@rebuilding
+def prepare(store: ChunkStore, params: SearchParams, collections: Sequence[str]) -> None:
+    """Update the index, and the embeddings of these collections, so that the next search need not."""
+    embedder = Lookup.with_weights(params).used_embedder
+    with open_index(store) as db, embedded(db, embedder, Searched(collections)):
+        pass
+
+
 def _search(db: sqlite3.Connection, query: str, lookup: Lookup, collections: Sequence[str] | None) -> SearchResult:
     """Search for one text, see `search`."""
     asked = Query(query, lookup.before[:_QUERY_CHARACTERS], lookup.used_embedder)

@@ -181,16 +181,17 @@ def test_salts_and_stores_have_dates_of_their_own(
     assert set(statuses(dated, "docs")) == {"unchanged"}
 
 
+@pytest.mark.parametrize(("step", "status"), [("_put_texts", "replaced"), ("_store_kv", "new")])
 def test_a_date_that_was_changed_halfway_is_gone_on_with(
-    dated: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
+    dated: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch, step: str, status: str
 ) -> None:
     from cacheblend_cli.collect.storing import PlanStorage
 
     count = len(statuses(dated, "docs"))
     with monkeypatch.context() as patch:
-        patch.setattr(PlanStorage, "_store_batch", interrupted)
+        patch.setattr(PlanStorage, step, interrupted)
         assert dated("precompute", "docs", "--date", "2024-08-01", "--yes").code == 130
-    assert statuses(dated, "docs", "--yes") == ["replaced"] * count
+    assert statuses(dated, "docs", "--yes") == [status] * count
     assert len(dated("chunks", "ls", "--json").records) == count
     assert {c["status"] for c in ask(dated)["chunks"]} <= {"exact", "blended"}
 

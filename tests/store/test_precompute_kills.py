@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 from cacheblend_store import ChunkStore, verify
@@ -21,7 +22,8 @@ from disk_shim import Fault, build, environment
 from ledger import Ledger
 
 from cacheblend_cli.cli.main import run
-from cacheblend_cli.collect import commits
+from cacheblend_cli.collect import commits, storing
+from cacheblend_cli.collect.storing import PlanStorage
 
 CLI = "from cacheblend_cli.cli.main import main; main()"
 
@@ -53,7 +55,8 @@ def _command(corpus: Path, store: Path, part: str = "") -> list[str]:
 
 
 def _forked(arguments: list[str]) -> tuple[int, TextIO]:
-    """Process id and stdout of the command in a fork of this process, which has imported torch."""
+    """Process id and stdout of the command in a fork of this process, which has imported torch. Its stdout has an empty
+    line for each commit of texts."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -63,6 +66,14 @@ def _forked(arguments: list[str]) -> tuple[int, TextIO]:
             os.closerange(read_end, write_end + 1)
             sys.stdout = os.fdopen(1, "w")
             commits.GROUP_SECONDS = 0.0
+            storing._BATCH_TOKENS = 0  # a commit of texts for every document
+            put_texts = PlanStorage._put_texts
+
+            def told(*given: Any) -> None:
+                put_texts(*given)
+                print(flush=True)
+
+            PlanStorage._put_texts = told  # type: ignore[method-assign]
             code = run(arguments)
         finally:
             os._exit(code)
@@ -75,10 +86,16 @@ def _environment() -> dict[str, str]:
 
 
 def _stored(path: Path) -> set[str]:
-    """Ids of the chunks in the store, every blob of which has been read and verified."""
+    """Ids of the chunks with KV in the store, every blob of which has been read and verified."""
     with ChunkStore.open(path) as store:
         assert verify(store).ok
-        return {m.id for m in store.chunks()}
+        chunks = list(store.chunks())
+        assert {chunk.key for d in store.documents() for chunk in d.chunks} == {m.key for m in chunks}
+        return {m.id for m in chunks if m.has_kv}
+
+
+def _ids(lines: Iterable[str]) -> set[str]:
+    return {json.loads(line)["id"] for line in lines if line.strip()}
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(40, marks=pytest.mark.torture)])
@@ -87,16 +104,15 @@ def test_precompute_killed_keeps_what_it_reported(tmp_path: Path, corpus: Path, 
     kills = 0
     while kills < num_kills:
         pid, stdout = _forked(_arguments(corpus, store))
-        for _ in range(rng.randrange(1, 12)):
+        for _ in range(rng.randrange(1, 16)):
             line = stdout.readline()
             if not line:  # all is done: from the beginning
                 break
-            reported.add(json.loads(line)["id"])
+            reported |= _ids([line])
         else:
             os.kill(pid, signal.SIGKILL)
             kills += 1
-            whole = stdout.read().rpartition("\n")[0]  # a last line may be cut
-            reported |= {json.loads(line)["id"] for line in whole.splitlines()}
+            reported |= _ids(stdout.read().rpartition("\n")[0].splitlines())  # a last line may be cut
         _, status = os.waitpid(pid, 0)
         stdout.close()
         assert reported <= _stored(store)
@@ -105,7 +121,7 @@ def test_precompute_killed_keeps_what_it_reported(tmp_path: Path, corpus: Path, 
     if reported:
         pid, stdout = _forked(_arguments(corpus, store))
         with stdout:
-            records = [json.loads(line) for line in stdout]
+            records = [json.loads(line) for line in stdout if line.strip()]
         assert os.waitpid(pid, 0)[1] == 0
         assert {r["id"] for r in records} == _stored(store) >= reported
         assert {r["id"] for r in records if r["status"] == "unchanged"} >= reported  # none is computed twice
