@@ -15,6 +15,7 @@ from typer import Argument, Exit, Option
 from cacheblend_cli import extensions
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
+from cacheblend_cli.cli.finishing import after_interrupt, finish_in_background, warm_engine
 from cacheblend_cli.cli.inputs import yes_or_no
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store, remember_model
@@ -25,6 +26,7 @@ from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
 from cacheblend_cli.settings import Resolved, grouped
+from cacheblend_cli.types import SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from cacheblend_cli.settings import Settings
 
 _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "state_every", "kv_dtype")
+_KEPT = "what was stored is kept; run the command again to continue"
+_MACHINE = ("device", "threads", "attention_backend", "tensor_parallel")
+_LONG_S, _LONG_TOKENS = 10.0, 10_000  # from which the cost is shown before; tokens if the time is unknown
 _reading_option = partial(Option, rich_help_panel="Reading documents")
 
 
@@ -82,6 +87,9 @@ def precompute(
         None, help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-"
     ),
     watch: bool = Option(False, "--watch", help="Then watch the folders and store changes, until Ctrl-C."),
+    background: bool = Option(
+        False, "--background", help="Store the texts only, and let an engine in the background compute the KV."
+    ),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be computed and removed: tokens, bytes, time."),
     yes: bool = Option(
         False,
@@ -117,6 +125,8 @@ def precompute(
 ) -> None:
     """Compute the KV cache of documents once, and store it.
 
+    The texts of all documents are stored first: from then on, they can be asked about.
+
     A second run computes only what changed. The store remembers each PATH with its settings: --chunk-tokens, --overlap,
     --context, --window, --neighbours, --kv-dtype, --include and so on. Without PATH, all remembered paths are updated.
     Ctrl-C keeps what is stored.
@@ -131,6 +141,7 @@ def precompute(
     select = folders.selected(include, exclude, no_ignore, follow, max_file_size, ocr, settings.ocr_languages)
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
+    _check_background(background, {"--watch": watch, "--dry-run": dry_run, "--force": force, "--collector": collector})
     _check_collector(collector, workers, settings, watch=watch, dry_run=dry_run)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     given, day = _given(resolved, has_paths=has_paths), None if date is None else parse_day(date)
@@ -150,13 +161,10 @@ def precompute(
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
     if not dry_run:
         remember_model(resolved)
-    hint = "what was stored is kept; run the command again to continue"
+    view = _View(output, skipped_files)
+    hint = _KEPT if collector else partial(view.after_interrupt, settings)
     with nullcontext() if dry_run else on_interrupt(hint):
-        with (
-            _cluster(engine, settings, collector, workers) as cluster,
-            opened as kv_store,
-            closing(_View(output, skipped_files)) as view,
-        ):
+        with _cluster(engine, settings, collector, workers) as cluster, opened as kv_store, closing(view):
             if kv_store is not None and not dry_run:
                 share(kv_store, settings, output, strict=True)
             wanted = PrecomputeOptions(
@@ -169,15 +177,23 @@ def precompute(
                 max_bytes=quota,
                 day=day,
                 cluster=cluster,
+                warm=None if collector or dry_run else warm_engine(resolved),
+                texts_only=background,
+                search=SearchParams.of(settings),
+                machine=" ".join(str(getattr(settings, name)) for name in _MACHINE),
             )
             confirm_removal = partial(view.confirm_removal, yes=yes, ask=not dry_run)
             report = engine.precompute(
                 kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes), confirm_removal
             )
             view.close()
+            view.ready = None
             if kv_store is not None:
                 finish(kv_store, output)
-        view.show(report, engine, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
+        if background and report.difference.computed_tokens:
+            finish_in_background(resolved, report, output)
+        else:
+            view.show(report, engine, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
         if error := folders.not_read(missing, report, verbose=verbose, watch=watch):
             raise error
         if watch:
@@ -205,6 +221,12 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
             "flags that select files, --ocr and --collection need a PATH",
             "name the folder: cacheblend precompute FOLDER",
         )
+
+
+def _check_background(background: bool, others: dict[str, object]) -> None:
+    """Raises UsageError for flags that conflict with --background."""
+    for flag in (flag for flag, given in others.items() if background and given):
+        raise UsageError(f"{flag} cannot be used with --background", f"omit {flag}")
 
 
 def _check_collector(
@@ -266,9 +288,15 @@ def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None
 
 def _cost(difference: Difference) -> str:
     amount = format_size(difference.new.bytes + difference.replaced.bytes)
-    return (
-        f"{difference.computed_tokens:,} tokens to compute, {amount} of KV, about {format_seconds(difference.seconds)}"
-    )
+    time_left = f", {_time(difference)}" if difference.seconds else ""
+    return f"{difference.computed_tokens:,} tokens to compute, {amount} of KV{time_left}"
+
+
+def _time(difference: Difference) -> str:
+    """Return the estimated time, and where it comes from."""
+    seconds, speed = difference.seconds, difference.tokens_per_s
+    source = f"at {speed:,.0f} tokens/s, as in earlier runs here" if speed else "measured now"
+    return f"about {format_seconds(seconds)} ({source})"
 
 
 def _changes(difference: Difference) -> Iterator[str]:
@@ -286,6 +314,7 @@ class _View:
         self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self.done = self.total = 0
+        self.ready: PrecomputeReport | None = None  # of a run that computes KV: all texts are stored
         self._start = time.perf_counter()
 
     def close(self) -> None:
@@ -341,7 +370,9 @@ class _View:
             self.close()
             self.output.status("measuring how fast the model reads here")
         elif event.kind == "plan":
-            self._plan(event.planned)
+            self.close()
+        elif event.planned is not None and event.report is not None:
+            self._show_ready(event.planned, event.report)
         elif event.room is not None:
             room, needed = event.room, format_size(event.room.needed)
             self.output.warn(
@@ -364,11 +395,18 @@ class _View:
             elif self.output.quiet:
                 self.output.text(event.chunk.id)
 
-    def _plan(self, planned: Difference | None) -> None:
-        if planned is not None and planned.seconds and not planned.changes:  # otherwise it was shown before
-            self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
+    def _show_ready(self, planned: Difference, report: PrecomputeReport) -> None:
         self.close()
-        self.total, self._start = 0 if planned is None else planned.computed_tokens, time.perf_counter()
+        self.ready = report
+        self.output.note(f"ready to ask: {counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}")
+        is_long = planned.seconds >= _LONG_S if planned.seconds else planned.computed_tokens >= _LONG_TOKENS
+        if is_long and not planned.changes:  # otherwise it was shown before
+            self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
+        self.total, self._start = planned.computed_tokens, time.perf_counter()
+
+    def after_interrupt(self, settings: Settings) -> str:
+        """Say what is kept and how to continue."""
+        return _KEPT if self.ready is None else after_interrupt(settings, self.ready)
 
     def _count(self, tokens: int) -> None:
         if tokens:
@@ -437,7 +475,7 @@ def _dry_summary(report: PrecomputeReport, output: Output) -> None:
     output.table(("", "chunks", "tokens", "KV"), rows, right=(1, 2, 3))
     output.text(
         f"{counted(report.documents, 'document')}, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
-        f"{difference.computed_tokens:,} tokens to compute, about {format_seconds(difference.seconds)} on this machine"
+        f"{difference.computed_tokens:,} tokens to compute{f', {_time(difference)}' if difference.seconds else ''}"
     )
     for change in _changes(difference):
         output.note(change)

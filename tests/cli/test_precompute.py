@@ -13,10 +13,15 @@ from cacheblend_store import ChunkStore
 from forging import forge
 from tokenizers import Tokenizer as HFTokenizer
 
+from cacheblend_cli.cli import precompute
+from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.collect.events import PrecomputeEvent
 from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.collect.speed import CollectSpeed
+from cacheblend_cli.collect.storing import PlanStorage
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.server import background
 
 Cli = Callable[..., Any]
 
@@ -60,7 +65,7 @@ def test_progress_goes_by_what_is_read_and_then_by_tokens(docs: Path, model: Pat
         engine.precompute(store, [str(docs / "long.md")], PrecomputeOptions(chunk_tokens=40), events.append)
     kinds = [e.kind for e in events]
     reading = [e for e in events if e.kind == "reading"]
-    assert kinds == ["reading"] * len(reading) + ["plan"] + ["chunk"] * (len(kinds) - len(reading) - 1)
+    assert kinds == ["reading"] * len(reading) + ["plan", "ready"] + ["chunk"] * (len(kinds) - len(reading) - 2)
     assert len(reading) > 10
     assert [e.done for e in reading] == sorted({e.done for e in reading})
     assert (reading[0].done, reading[0].total) == (1, 0), "a document was found"
@@ -152,10 +157,79 @@ def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
 def test_a_long_run_says_beforehand_what_it_takes(cli: Cli, docs: Path) -> None:
     (docs / "alpha.md").write_text("\n\n".join(f"paragraph {i} of the lead in Bergen." for i in range(1500)))
     first = cli("precompute", "docs").err
-    assert re.search(r"^\d\d,\d{3} tokens to compute, .*iB of KV, about [\d.]+ s; Ctrl-C", first)
-    assert "to compute" not in cli("precompute", "docs").err
+    assert re.search(
+        r"^ready to ask: 2 documents, \d\d chunks\n\d\d,\d{3} tokens to compute, .*iB of KV; Ctrl-C", first
+    )
+    assert not re.search("ready to ask|to compute", cli("precompute", "docs").err)
     (docs / "alpha.md").write_text("# alpha\n\nshort\n")
-    assert "to compute" not in cli("precompute", "docs").err
+    again = cli("precompute", "docs").err
+    assert "ready to ask: 2 documents, 2 chunks" in again
+    assert "to compute" not in again
+
+
+def test_the_time_of_a_run_comes_from_earlier_ones(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "measured now" in cli("precompute", "docs", "--dry-run").out
+    monkeypatch.setattr(CollectSpeed, "tokens_per_s", 2.0)
+    assert "about 80 s (at 2 tokens/s" in cli("precompute", "docs", "--dry-run").out
+    assert "about 80 s (at 2 tokens/s" in cli("precompute", "docs").err
+
+
+@pytest.mark.parametrize("engine", ["none", "warm", "ends"])
+def test_an_interrupted_run_says_who_computes_the_rest(
+    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    class Warm:
+        def finish(self, *, on_battery: bool) -> int:
+            assert not on_battery
+            if engine == "ends":
+                raise EngineLost("ended", "")
+            return 2
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(precompute, "warm_engine", lambda resolved: None)
+    monkeypatch.setattr(Client, "of", lambda settings: None if engine == "none" else Warm())
+    monkeypatch.setattr(PlanStorage, "_store_kv", interrupt)
+    told = cli("precompute", "docs", "--quiet")
+    assert told.code == 130
+    [line] = told.err.splitlines()
+    assert line.startswith("interrupted; 2 chunks can be asked already, 0 have KV")
+    assert ("running engine" in line, "--background" in line) == (engine == "warm", engine != "warm")
+    assert {record["kv"] for record in cli("chunks", "ls", "--json").records} == {"none"}
+
+
+def test_background_stores_texts_and_leaves_kv_to_an_engine(
+    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, finished = list[float](), list[bool]()
+
+    def finish(client: Client, *, on_battery: bool) -> int:
+        finished.append(on_battery)
+        return 2
+
+    with monkeypatch.context() as patched:
+        patched.setattr(background, "start_own", lambda settings, idle_exit_s, flags: started.append(idle_exit_s))
+        patched.setattr(background, "ask_status", lambda path: {"pid": 4711})
+        patched.setattr(Client, "finish", finish)
+        patched.setattr(PlanStorage, "store_kv", None)
+        told = cli("precompute", "docs", "--background", "--json")
+    assert (told.code, finished) == (0, [True])
+    assert [(r["status"], r["bytes"]) for r in told.records] == [("new", 0)] * 2
+    assert "0 of 2 chunks have KV" in told.err
+    assert "process 4711" in told.err
+    assert cli("precompute", "docs").code == 0
+    monkeypatch.setattr(background, "start_own", None)
+    told = cli("precompute", "docs", "--background")
+    assert (told.code, "have KV" in told.err) == (0, False), "nothing is left to compute"
+    assert started > [0.0]
+
+
+@pytest.mark.parametrize("flags", [["--watch"], ["--dry-run"], ["--force"], ["--collector", "ray:local"]])
+def test_flags_that_conflict_with_background(cli: Cli, docs: Path, flags: list[str]) -> None:
+    told = cli("precompute", "docs", "--background", *flags)
+    assert told.code == 2
+    assert flags[0] in told.err
 
 
 def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path) -> None:
