@@ -149,7 +149,8 @@ def _fetch_checkpoint(name: HubName, files: Sequence[str]) -> Path:
     path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=list(SMALL_FILES)))
     read_spec(path)
     for file in [SINGLE] if SINGLE in files else weight_names(path):
-        download(name.id, file, path.name)  # at the commit of the configuration, even if the branch has moved since
+        if file in files:  # at the commit of the configuration, even if the branch has moved since
+            download(name.id, file, path.name)
     return path
 
 

@@ -3,7 +3,6 @@ be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,33 +11,12 @@ from checkpoints import write_checkpoint
 from command_line import process
 from gguf_files import write_gguf
 from hub_models import HubModel
-from hub_server import COMMIT, ID, Hub, serving
+from hub_server import BYTES, COMMIT, ID, Hub
 
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.loading import resolve_model
 from cacheblend_cli.model.on_disk import models_on_disk
-
-BYTES = 1000  # that huggingface_hub writes at a time
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    (tmp_path / "repository").mkdir()
-    with serving(tmp_path / "repository") as hub:
-        constants = "huggingface_hub.constants."
-        for name, value in {
-            "ENDPOINT": hub.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": False,
-            "DOWNLOAD_CHUNK_SIZE": BYTES,
-        }.items():
-            monkeypatch.setattr(constants + name, value)
-        cache = str(tmp_path / "cache")
-        monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", cache, raising=False)
-        monkeypatch.setattr("time.sleep", lambda seconds: None)  # before the library tries again
-        yield hub
 
 
 @pytest.fixture

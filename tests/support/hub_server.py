@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "c" * 40
 ID = "someone/some-model"
+BYTES = 1000
+"""Bytes that huggingface_hub writes at a time under the fixture `hub`."""
 
 
 class Hub(ThreadingHTTPServer):
