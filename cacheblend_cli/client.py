@@ -7,8 +7,9 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +202,37 @@ class Client:
         with self._connected() as connection:
             [event] = connection.request("search", AskRequest(query, search=params).wire)
         return convert(event["found"], SearchResult), event["notes"], event["pid"]
+
+    def collect(
+        self,
+        keys: Iterable[bytes],
+        codec: str,
+        salt: str = "",
+        day: date | None = None,
+        *,
+        again: bool = False,
+        keep: Iterable[bytes] = (),
+    ) -> Iterator[tuple[bytes, str, str]]:
+        """Compute the KV of stored chunks of one collection in this order. Yield the key, the status and how it was
+        computed ("computed" or "fetched") of each once it is durable. Closing the iterator cancels the rest.
+
+        again: compute chunks that have KV, too; otherwise they are left out. keep: chunks that must not be evicted to
+        make room.
+        """
+        chunks = {name: [key.hex() for key in some] for name, some in (("keys", keys), ("keep", keep))}
+        body = {**chunks, "codec": codec, "salt": salt, "day": day and day.isoformat(), "again": again}
+        with self._connected() as connection:
+            for event in connection.request("collect", body):
+                if event["event"] == "collected":
+                    yield bytes.fromhex(event["key"]), event["status"], event["how"]
+
+    def finish(self, *, on_battery: bool = False) -> int | None:
+        """Let the engine compute missing chunks while it is idle, and stay until then. Return their number, None if it
+        does not compute them. on_battery: also while a battery powers this machine."""
+        with self._connected() as connection:
+            [event] = connection.request("finish", {"on_battery": on_battery})
+        missing: int | None = event["missing"]
+        return missing
 
     @property
     def speaks_this_version(self) -> bool:
