@@ -228,9 +228,9 @@ def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
 
 
 def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) -> str:
-    """Return the time that the user waited, the time to the first token, and the share of cached tokens that was
-    recomputed. seconds: time until the end of the answer, None in a batch. start_s: part of it before the question
-    could be answered, while Python and the model were loaded."""
+    """Return the time that the user waited, the time to the first token, the share of cached tokens that was
+    recomputed, and the number of passages without KV. seconds: time until the end of the answer, None in a batch.
+    start_s: part of it before the question could be answered, while Python and the model were loaded."""
     if answer.mode == "full" or not answer.cached_tokens:
         work = f"{counted(answer.prompt_tokens, 'prompt token')}, none cached"
         if answer.mode == "full":
@@ -242,6 +242,9 @@ def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) ->
         work = f"{answer.recomputed_tokens / answer.cached_tokens:.0%} of {counted(answer.cached_tokens, 'cached token')} recomputed"
     if answer.auto:
         work += " by --ratio auto"
+    computed = sum(chunk.status == "computed" for chunk in answer.chunks)
+    if computed and answer.mode != "full":
+        work += f"; {computed} of {counted(len(answer.chunks), 'passage')} had no KV yet"
     if answer.prefix_cache_tokens:
         work += f"; {counted(answer.prefix_cache_tokens, 'token')} were still in memory from an earlier prompt"
     if seconds is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
 Model = Annotated[
-    str, Argument(help="Directory, .gguf file, hub id, smollm2 or handbook.", autocompletion=completion.models)
+    str,
+    Argument(
+        help="Directory, .gguf file, hub id (ID or ID:QUANT), smollm2 or handbook.", autocompletion=completion.models
+    ),
 ]
 
 
@@ -42,16 +46,20 @@ def ls(
     Lists smollm2, handbook, models in the hub's cache, and GGUF files and checkpoints in a folder. The default is the
     model used without --model.
     """
+    from cacheblend_cli.model.locate import find_local
     from cacheblend_cli.model.named import NOTES, SMOLLM2
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
     output, default = Output(json=json), resolve({}).settings.model or SMOLLM2
     if not folder.is_dir():
         raise NotFoundError(f"no such folder: {folder}", "name the folder with the models")
+    used = None
+    with suppress(CacheBlendError):
+        used = find_local(default)
     found = [(name, path, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
     rows = []
     for name, path, size, kind in found:
-        is_default = name == default or os.path.realpath(path) == os.path.realpath(Path(default).expanduser())
+        is_default = name == default or (used is not None and os.path.realpath(path) == os.path.realpath(used))
         output.json({"model": name, "kind": kind, "bytes": size, "default": is_default})
         note = "; ".join(part for part in ("the default" if is_default else "", NOTES.get(name, "")) if part)
         rows.append((name, kind, format_size(size), note))
@@ -60,14 +68,16 @@ def ls(
 
 @app.command("pull")
 def pull(
-    model: str = Argument(help="ID or ID:FILE.gguf; @REVISION (a branch, a tag or a commit) may follow ID."),
+    model: str = Argument(help="ID, ID:QUANT or ID:FILE.gguf; @REVISION (a branch, a tag or a commit) may follow ID."),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    Downloads only the needed files into the hub's cache, and prints the path. Run it again to continue after an
-    interruption. --model takes the same name.
+    Downloads only the needed files into the hub's cache, compares them with the hub's SHA-256, and prints the path. Run
+    it again to continue after an interruption. --model takes the same name.
+
+    Of a repository of GGUF files, one is taken: that of QUANT, such as Q8_0, else Q4_K_M if there is one.
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -78,12 +88,14 @@ def pull(
         disable_progress_bars()
     name = HubName.parse(model)
     output.note(f"downloading {name.text}")
-    path = fetch(name)
+    with on_interrupt("what was fetched is kept: run it again to continue"):
+        path = fetch(name)
     size = _size(path)
     output.result({"model": name.text, "path": str(path), "bytes": size}, str(path))
     if not json:
-        output.note(f"{format_size(size)}; --model {name.text} uses it")
-        output.note(f"after precompute, cacheblend models check {name.text} --ratio-only measures the --ratio it needs")
+        output.note(
+            f"{format_size(size)}; use it: --model {name.text}, or cacheblend config set model {name.text} --user"
+        )
 
 
 @app.command("show")
@@ -216,7 +228,7 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     """Describe the model without reading its weights. Raises errors of loading it."""
     from cacheblend_cli.model.locate import locate
 
-    locate(model)  # before torch is imported
+    found = locate(model)  # before torch is imported
     import torch
 
     from cacheblend_cli.model.checkpoint import quantisation_of
@@ -241,7 +253,7 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
         "family": spec.config.get("model_type"),
         "architecture": spec.architecture,
         **({"computed_by": GENERIC_PATH} if spec.generic else {}),
-        "files": ", ".join(file.name for file in files),
+        "files": found.name if found.is_file() else ", ".join(file.name for file in files),
         "bytes": sum(file.stat().st_size for file in files),
         "layers": spec.num_layers + sum(spec.recurrent),
         **({"recurrent_layers": sum(spec.recurrent)} if spec.recurrent else {}),

@@ -159,6 +159,7 @@ def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None
     from cacheblend_cli.types import model_sampled, sampling_of
 
     logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("cacheblend").setLevel(logging.WARNING if output.quiet else logging.INFO)
     sampling = sampling_of(settings)
     with store_in_use(settings, create=True, note=output.note) as store, ExitStack() as held:
         share(store, settings, output, strict=True)

@@ -84,7 +84,8 @@ def _show_stats(settings: Settings, found: StoreStats, of_tier: dict[str, Any] |
     )
     output.text(f"file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free")
     if found.without_kv:
-        output.text(f"{found.without_kv} chunks have no KV; they are computed when a question needs them")
+        without = f"{found.without_kv:,} of {counted(chunks, 'chunk')}"
+        output.text(f"{without} have no KV; they are computed when a question needs them")
     if found.damaged:
         output.warn(f"{found.damaged} damaged records; see: cacheblend chunks verify")
     if of_tier:

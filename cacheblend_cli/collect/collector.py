@@ -14,7 +14,16 @@ from cacheblend_store.store import PutStatus
 
 from cacheblend_cli.collect.commits import Whole, commit
 from cacheblend_cli.collect.encoding import encode_chunk, encoded
-from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
+from cacheblend_cli.collect.prefill import (
+    Check,
+    ChunkKV,
+    CollectSequence,
+    Kept,
+    PrefixKV,
+    collect,
+    collect_prefix,
+    go_on,
+)
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import keep_record
@@ -67,9 +76,12 @@ class Collector:
         keep: Container[bytes] = frozenset(),
         *,
         with_prefix: bool = True,
+        check: Check = go_on,
     ) -> None:
-        """keep: keys of chunks that must not be evicted to make room. with_prefix: store the prefix's KV too."""
+        """keep: keys of chunks that must not be evicted to make room. with_prefix: store the prefix's KV too. check:
+        gives a launch up."""
         self.collection, self._given, self._keep, self._with_prefix = collection, store, keep, with_prefix
+        self._check = check
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -81,7 +93,7 @@ class Collector:
 
         Raises DeviceError if the device runs out of memory for a single chunk.
         """
-        yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
+        yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks), self._check)
 
     def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
         """Return the keys of chunks with KV outside the store, which need not be computed. Subclasses override this."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from cacheblend_kernels import Slots, StoredKV
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, packed_rows, slice_rows
 from cacheblend_cli.model.decoder import Decoder
@@ -27,6 +27,12 @@ from cacheblend_cli.model.states import SequenceState
 PACK_TOKENS = {"cpu": 512}
 OTHER_PACK_TOKENS = 4096
 BLOCK_SIZE = 64  # of each launch's own KV pool
+Check = Callable[[], None]
+"""Called between two layers. Raises Cancelled to give the launch up; only where the model is in one process."""
+
+
+def go_on() -> None:
+    """Never cancel."""
 
 
 def pack_tokens(device: torch.device) -> int:
@@ -83,14 +89,17 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], key: bytes = b""
 
 
 @torch.inference_mode()
-def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence]) -> Iterator[ChunkKV]:
-    """Yield the KV of every kept run, in order. Raises DeviceError if one sequence alone runs out of memory."""
+def collect(
+    decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence], check: Check = go_on
+) -> Iterator[ChunkKV]:
+    """Yield the KV of every kept run, in order. Raises DeviceError if one sequence alone runs out of memory, and what
+    `check` raises."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     # a hybrid's states are needed where chunks end: one sequence at a time
     most = pack_tokens(decoder.device) if decoder.state_layout is None else 0
     for pack in packs(sequences, regimes, most):
-        yield from _collect_what_fits(decoder, prefix, pack)
+        yield from _collect_what_fits(decoder, prefix, pack, check)
 
 
 def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
@@ -107,24 +116,28 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
         yield pack
 
 
-def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> Iterator[ChunkKV]:
+def _collect_what_fits(
+    decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence], check: Check
+) -> Iterator[ChunkKV]:
     """Collect the whole pack at once, or in halves if the device runs out of memory."""
     if len(pack) == 1:
-        yield from _collect_alone(decoder, prefix, pack[0])
+        yield from _collect_alone(decoder, prefix, pack[0], check)
         return
     try:
-        yield from _Place(decoder, prefix, pack).collect([(0, len(s.token_ids)) for s in pack])
+        yield from _Place(decoder, prefix, pack, check).collect([(0, len(s.token_ids)) for s in pack])
         return
     except torch.OutOfMemoryError:
         pass  # leave the handler first: the exception's frames hold memory
     for half in (pack[: len(pack) // 2], pack[len(pack) // 2 :]):
-        yield from _collect_what_fits(decoder, prefix, half)
+        yield from _collect_what_fits(decoder, prefix, half, check)
 
 
-def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence) -> Iterator[ChunkKV]:
+def _collect_alone(
+    decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence, check: Check = go_on
+) -> Iterator[ChunkKV]:
     """Collect one sequence in pieces of about `pack_tokens` rows, to bound the memory per launch for a long window."""
     try:
-        place = _Place(decoder, prefix, [sequence])
+        place = _Place(decoder, prefix, [sequence], check)
         if decoder.state_layout is not None:
             yield from place.collect_in_order(sequence)
             return
@@ -195,8 +208,10 @@ class _Place:
 
     _numbers, _gone = itertools.count(), list[int]()
 
-    def __init__(self, decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> None:
-        self._decoder, self._pack, self._first = decoder, pack, len(prefix.token_ids)
+    def __init__(
+        self, decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence], check: Check = go_on
+    ) -> None:
+        self._decoder, self._pack, self._first, self._check = decoder, pack, len(prefix.token_ids), check
         self._number, self._ranks = next(self._numbers), decoder.part.ranks
         if self._ranks.rank:
             self._fill(prefix)
@@ -252,7 +267,8 @@ class _Place:
             base += end - start
         rows = packed_rows(self._decoder, parts, self._rope_len)
         keeper = _Keeper(self._decoder, rows, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])
-        finish(layer_by_layer(self._decoder, rows, upload(ids, self._decoder.device), keeper))
+        for _ in layer_by_layer(self._decoder, rows, upload(ids, self._decoder.device), keeper):
+            self._check()
         return keeper.chunks
 
 

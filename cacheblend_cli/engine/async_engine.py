@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
+from cacheblend_cli.cancellation import Cancelled
 from cacheblend_cli.engine.core.core import EngineCore, Features
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
@@ -107,6 +108,13 @@ class AsyncEngine:
             self._work.append((work, future))
             self._changed.notify_all()
         return future
+
+    def check_unwanted(self) -> None:
+        """Raise Cancelled if a request or other work waits for the engine's thread. For work between two steps that
+        can be repeated; as long as it calls this, the step is not stuck."""
+        if self._arrived or self._work or self._closing or self._core.busy:
+            raise Cancelled
+        self._step_began = time.monotonic()
 
     def stats(self) -> EngineStats:
         """Statistics as of the last step."""

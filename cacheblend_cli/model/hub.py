@@ -3,101 +3,155 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.errors import ModelNotFound, UsageError
-from cacheblend_cli.model.families import read_spec
-from cacheblend_cli.model.model_files import SINGLE, SMALL_FILES, weight_names
+from cacheblend_cli.model.download import download
+from cacheblend_cli.model.gguf_names import PART, defaults, is_read, of_quant, quant_of, whole_models
+from cacheblend_cli.model.model_files import INDEX, SINGLE, SMALL_FILES, weight_names
 
-NAME = re.compile(r"(?P<id>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<file>.+\.gguf))?")
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+NAME = re.compile(
+    r"(?:(?:https://)?(?:huggingface\.co|hf\.co)/|hf://)?"
+    r"(?P<id>(?:\w[\w.-]*/)?\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?(:(?P<tag>\w[^:]*\.gguf|\w[\w.-]*))?",
+    re.ASCII,
+)
+FORM = "a hub id is OWNER/NAME, with :QUANT or :FILE.gguf for a GGUF file, such as Qwen/Qwen3-1.7B-GGUF:Q8_0"
 
 
 @dataclass(frozen=True)
 class HubName:
-    """`ID`, `ID@REVISION`, `ID:FILE.gguf` or `ID@REVISION:FILE.gguf`."""
+    """`ID`, `ID@REVISION`, and each with `:FILE.gguf` or `:QUANT`."""
 
     text: str  # as given
     id: str
     revision: str | None  # a branch, a tag or a commit; None: main
-    file: str | None  # the GGUF file, or None
+    tag: str | None  # a GGUF file, a quantisation, or None
 
     @classmethod
     def parse(cls, text: str) -> HubName:
-        """Parse a hub id. Raises ModelNotFound for text that cannot be one."""
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
-
+        """Parse a hub id, also one that begins with hf.co/, as for ollama. Raises ModelNotFound for other text."""
         match = NAME.fullmatch(text)
-        try:
-            validate_repo_id(match["id"] if match else text)
-        except HFValidationError as error:
-            raise ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path") from error
-        assert match is not None  # no valid id has a colon
-        return cls(text, match["id"], match["revision"], match["file"])
+        if match is None or ".." in text:
+            raise ModelNotFound(text, f"{text} is neither a directory nor a hub id", f"check the path; {FORM}")
+        return cls(text, match["id"], match["revision"], match["tag"])
+
+    @property
+    def repository(self) -> str:
+        """ID or ID@REVISION."""
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+    @property
+    def cache(self) -> Path:
+        """Folder of the repository in the hub's cache."""
+        from huggingface_hub import constants  # imports nothing else
+
+        return Path(constants.HF_HUB_CACHE) / f"models--{self.id.replace('/', '--')}"
+
+    @property
+    def record(self) -> Path:
+        """File that keeps which GGUF file was chosen for a name without a tag."""
+        return user_cache.place("hub", self.repository)
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the directory or GGUF file of a model that is complete in the hub's cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    patterns = [name.file] if name.file else list(SMALL_FILES)
-    try:
-        path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=patterns, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    if name.file:
-        return path / name.file if (path / name.file).is_file() else None
-    return path if _is_whole(path) else None
+    """Return the directory or GGUF file of a model that is complete in the hub's cache. Does not import
+    huggingface_hub's functions, which takes .2 s. Raises UsageError if several files have the quantisation."""
+    revision = name.revision or "main"
+    ref = name.cache / "refs" / revision
+    snapshot = name.cache / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+    if name.tag is None and _is_whole(snapshot):
+        return snapshot
+    if name.tag is None:
+        files = [file] if (file := user_cache.recall(name.record)) else []
+    elif name.tag.endswith(".gguf"):
+        files = [name.tag]
+    else:
+        files = of_quant(whole_models(str(p.relative_to(snapshot)) for p in snapshot.rglob("*.gguf")), name.tag)
+    found = [file for file in files if (snapshot / file).is_file()]
+    return snapshot / _only(name, found) if found else None
 
 
 def fetch(name: HubName) -> Path:
     """Fetch missing files, after refusing unsupported models. Raises ModelNotFound, UsageError."""
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
+    if "/" not in name.id:
+        raise ModelNotFound(name.text, f"{name.text} is not a model of the hub", FORM)
     try:
-        return _fetch_gguf(name) if name.file else _fetch_checkpoint(name)
-    except (HTTPError, OSError) as error:
+        return _fetch(name)
+    except (HTTPError, OSError, HFValidationError) as error:
         raise _explained(name, error) from error
 
 
-def _fetch_checkpoint(name: HubName) -> Path:
-    from huggingface_hub import snapshot_download
+def _fetch(name: HubName) -> Path:
+    from huggingface_hub import HfApi
 
-    path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=list(SMALL_FILES)))
-    if not (path / "config.json").is_file() and (files := gguf_files(name)):
+    from cacheblend_cli.model.gguf_files.architectures import ARCHITECTURES
+
+    info = HfApi().model_info(name.id, revision=name.revision)
+    files = [sibling.rfilename for sibling in info.siblings or ()]
+    if name.tag is None and (SINGLE in files or INDEX in files or not whole_models(files)):
+        return _fetch_checkpoint(name, files)
+    file = choose(name, files)
+    architecture = (info.gguf or {}).get("architecture")
+    if architecture not in (None, *ARCHITECTURES):
         raise UsageError(
-            f"{name.id} holds GGUF files only",
-            f"name one: {', '.join(f'{name.text}:{file}' for file in files[:4])}" + (", ..." if len(files) > 4 else ""),
+            f"{name.id} has the architecture {architecture}, which is not read from GGUF files",
+            f"known in GGUF files: {', '.join(ARCHITECTURES)}",
         )
-    read_spec(path)
-    # at the commit of the configuration, even if the branch has moved since
-    snapshot_download(name.id, revision=path.name, allow_patterns=[SINGLE])
-    if not (path / SINGLE).is_file() and (shards := weight_names(path)):
-        snapshot_download(name.id, revision=path.name, allow_patterns=shards)
+    path = download(name.id, file, name.revision)
+    if name.tag is None:
+        user_cache.keep(name.record, file)
     return path
 
 
-def _fetch_gguf(name: HubName) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    assert name.file is not None
-    if PART.search(name.file):
+def choose(name: HubName, files: Sequence[str]) -> str:
+    """Return the GGUF file of a repository that a name stands for. Raises ModelNotFound if there is none, UsageError
+    for several, for a part of a model, and for a type that is not read."""
+    models = whole_models(files)
+    read = list(filter(is_read, models))
+    shown = ", ".join(dict.fromkeys(quant_of(file) or file for file in read))
+    hint = f"it has {shown}" if read else "it has no GGUF file that is read"
+    if name.tag is None:
+        found = defaults(read)
+    else:
+        named = [file for file in files if file == name.tag and file.endswith(".gguf")]
+        found = named or of_quant(models, name.tag) or of_quant(filter(PART.search, files), name.tag)
+    if not found:
+        raise ModelNotFound(name.text, f"{name.id} has no {name.tag or 'GGUF file that is read'}", hint)
+    if PART.search(found[0]):
         raise UsageError(
-            f"{name.file} is one of several parts of a model, which are not read",
-            "take a file that holds a whole model, or merge the parts with llama-gguf-split --merge",
+            f"{found[0]} is one of several parts of a model, which are not read",
+            f"{hint}; or merge the parts with llama-gguf-split --merge",
         )
-    return Path(hf_hub_download(name.id, name.file, revision=name.revision))
+    file = _only(name, found)
+    if not is_read(file):
+        raise UsageError(f"{file} has the type {quant_of(file)}, which is not read", hint)
+    return file
 
 
-def gguf_files(name: HubName) -> list[str]:
-    """Return the GGUF files of a repository that are models."""
-    from huggingface_hub import HfApi
+def _only(name: HubName, files: Sequence[str]) -> str:
+    """Return the only file. Raises UsageError for several."""
+    if len(files) > 1:
+        shown = ", ".join(f"{name.repository}:{file}" for file in files[:4])
+        raise UsageError(f"{name.text} stands for {len(files)} files", f"name one: {shown}")
+    return files[0]
 
-    files = HfApi().list_repo_files(name.id, revision=name.revision)
-    return [f for f in files if f.endswith(".gguf") and not PART.search(f) and not Path(f).name.startswith("mmproj")]
+
+def _fetch_checkpoint(name: HubName, files: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    from cacheblend_cli.model.families import read_spec
+
+    path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=list(SMALL_FILES)))
+    read_spec(path)
+    for file in [SINGLE] if SINGLE in files else weight_names(path):
+        if file in files:  # at the commit of the configuration, even if the branch has moved since
+            download(name.id, file, path.name)
+    return path
 
 
 def _is_whole(path: Path) -> bool:
@@ -108,9 +162,9 @@ def _is_whole(path: Path) -> bool:
 
 def _explained(name: HubName, error: BaseException) -> BaseException:
     """Translate errors of the hub's library. A full disk stays an OSError."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
-    page = f"https://huggingface.co/{name.id}"
+    page = f"{constants.ENDPOINT}/{name.id}"
     if isinstance(error, errors.GatedRepoError):
         what = f"the hub gives {name.id} only to those who accepted its terms"
         hint = f"accept them on {page}, then run `hf auth login` or set HF_TOKEN"

@@ -29,15 +29,14 @@ def find_local(name: str) -> Path | None:
         return local
     if local.exists():
         raise UsageError(f"{name} is neither a model directory nor a .gguf file", "give the directory that holds it")
-    if name.startswith((".", "/", "~")) or name.partition(":")[0].partition("@")[0].count("/") > 1:
-        raise ModelNotFound(
-            name, f"no model directory {name}", "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    from cacheblend_cli.model.hub import HubName, cached
+    if name.startswith((".", "/", "~")):
+        raise ModelNotFound(name, f"no model directory {name}", "check the path")
+    from cacheblend_cli.model.hub import FORM, HubName, cached
 
-    found = cached(HubName.parse(name))
-    if found is None and "/" not in name:
-        raise ModelNotFound(name, f"no model {name} on this machine", f"{_similar(name)}; a hub id is OWNER/NAME")
+    wanted = HubName.parse(name)
+    found = cached(wanted)
+    if found is None and "/" not in wanted.id:
+        raise ModelNotFound(name, f"no model {name} on this machine", f"{_similar(name)}; {FORM}")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.gguf_names import is_model
 from cacheblend_cli.model.model_files import read_object, weight_names
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
 
@@ -17,7 +18,7 @@ def models_on_disk(folder: Path) -> list[tuple[str, Path]]:
     found = [*named, (HANDBOOK, model_dir()), *_in_hub_cache()]
     patterns = ("config.json", "*.gguf", "*/config.json", "*/*.gguf")
     local = sorted({p.parent if p.name == "config.json" else p for pattern in patterns for p in folder.glob(pattern)})
-    return found + [(_typed(p), p) for p in local if p.is_dir() or is_model(p)]
+    return found + [(_typed(p), p) for p in local if p.is_dir() or is_model(p.name)]
 
 
 def _in_hub_cache() -> list[tuple[str, Path]]:
@@ -36,13 +37,10 @@ def _in_hub_cache() -> list[tuple[str, Path]]:
                 name += f"@{min(revision.refs, default=revision.commit_hash)}"
             if (folder / "config.json").is_file():
                 found.append((name, folder))
-            found += [(f"{name}:{file.relative_to(folder)}", file) for file in folder.rglob("*.gguf") if is_model(file)]
+            found += [
+                (f"{name}:{file.relative_to(folder)}", file) for file in folder.rglob("*.gguf") if is_model(file.name)
+            ]
     return sorted(found)
-
-
-def is_model(gguf: Path) -> bool:
-    """Return whether a GGUF file is a language model; the projector of a vision model is not."""
-    return not gguf.name.startswith("mmproj")
 
 
 def kind_of(path: Path) -> str:

@@ -303,6 +303,7 @@ def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> dict[str, A
     lookup = Lookup.with_weights(SearchParams.of(replace(state.settings, top_k=body.k)))
     found = search(state.store, body.query, lookup, state.engine.usable(state.store, tenant.salt))
     for hit in found.hits:
+        state.found.append(hit.key)
         manifest = state.store.undamaged(hit.key)
         cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         data.append(

@@ -230,11 +230,12 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on these sockets and the warm socket. Closes them."""
-        watch = asyncio.create_task(self._watch())
+        beside = [asyncio.create_task(self._watch()), asyncio.create_task(self._warm.idle.run())]
         try:
             await super().serve([*(sockets or ()), self._warm.socket])
         finally:
-            watch.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _watch(self) -> None:
         last = time.monotonic()
@@ -245,7 +246,7 @@ class Server(uvicorn.Server):
             for connection in self.connections:
                 if not self._warm.owns(connection.server):  # the command line may read slowly
                     connection.check(now, max(0.0, late))
-            if self._idle_exit_s and self._state.idle_s >= self._idle_exit_s:
+            if self._idle_exit_s and not self._state.finishing and self._state.idle_s >= self._idle_exit_s:
                 self.end()
 
     @property

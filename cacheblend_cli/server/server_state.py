@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.events import Done, Event
 
 T = TypeVar("T")
+_FOUND = 256
 LIGHT_CHARACTERS = 64 << 10
 """Maximum characters of texts that the light threads tokenise or cut in one piece of work: some .1 s."""
 
@@ -101,6 +102,8 @@ class ServerState:
     large_uploads: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     decoder: Decoder | None = None  # None to decode here
     active: int = 0  # requests to /v1, /api and /mcp in progress
+    found: deque[bytes] = field(default_factory=lambda: deque(maxlen=_FOUND))  # chunks of the latest searches
+    finishing: bool = False  # missing KV is computed on request: no idle exit
     _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)
 
@@ -193,7 +196,11 @@ class ServerState:
             yield
         finally:
             self.active -= 1
-            self._last_use = time.monotonic()
+            self.used()
+
+    def used(self) -> None:
+        """Begin to count idle time."""
+        self._last_use = time.monotonic()
 
 
 async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T | None:

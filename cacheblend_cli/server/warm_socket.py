@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -28,6 +29,7 @@ from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.http import EventStream
+from cacheblend_cli.server.idle import IdleWork
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.sockets import PROTOCOL
@@ -37,14 +39,35 @@ from cacheblend_cli.version import __version__
 Record = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _CollectBody:
+    """Body of /engine/collect."""
+
+    keys: list[str]  # hex
+    codec: str
+    salt: str = ""
+    day: date | None = None  # that the chat template prints, None for the store's
+    again: bool = False  # compute chunks that have KV, too
+    keep: list[str] = field(default_factory=list)  # chunks that must not be evicted to make room, hex
+
+
+@dataclass(frozen=True)
+class _FinishBody:
+    """Body of /engine/finish."""
+
+    on_battery: bool = False  # compute on battery, too
+
+
 class WarmSocket:
     """HTTP application of the socket. url: public address, for --status. on_stop: callback that stops the server."""
 
     def __init__(self, state: ServerState, bound: socket, path: Path, url: str) -> None:
         self._state, self.socket, self._path, self._url = state, bound, path, url
         self._engine, self._address = state.engine, (bound.getsockname(), None)
+        self.idle = IdleWork(state)
         events = {
-            "ask": self._ask, "plan": self._plan, "search": self._search, "status": self._status, "stop": self._stop,
+            "ask": self._ask, "plan": self._plan, "search": self._search, "collect": self._collect,
+            "finish": self._finish, "status": self._status, "stop": self._stop,
         }  # fmt: skip
         own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
         self.app = Starlette(routes=[*own, Mount("/", make_app(state, is_owner=True))])
@@ -73,7 +96,7 @@ class WarmSocket:
         yield {
             "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": state.model,
             "url": self._url, "socket": str(self._path), "up_s": round(time.time() - state.started, 1), "idle_s": round(state.idle_s, 1),
-            **vars(state.engine.service.stats()),
+            "missing": self.idle.num_missing, "computing": self.idle.computing, **vars(state.engine.service.stats()),
         }  # fmt: skip
 
     async def _stop(self, _: Record) -> AsyncIterator[Record]:
@@ -110,7 +133,24 @@ class WarmSocket:
             params = ask.search or SearchParams()
             work = partial(look, self._state.store, ask.question, params, notes.append)
             found = await self._state.in_pool(self._state.keyring.own, work)
+        self._state.found.extend(hit.key for hit in found.hits)
         yield {"event": "found", "end": True, "found": to_builtins(found), "notes": notes, "pid": os.getpid()}
+
+    async def _collect(self, body: Record) -> AsyncIterator[Record]:
+        """Compute the KV of stored chunks, in the order given, at most about one launch between two steps."""
+        asked = convert(body, _CollectBody)
+        keys, keep = (list(map(bytes.fromhex, names)) for names in (asked.keys, asked.keep))
+        of = self._state.store, keys, asked.codec, asked.salt, asked.day
+        with self._state.in_progress():
+            work = partial(self._engine.collecting, *of, again=asked.again, keep=keep)
+            launches = await self._state.in_pool(self._state.keyring.own, work)
+            while (chunk := await self._state.in_engine(partial(next, launches, None))) is not None:
+                yield {"event": "collected", "key": chunk.key.hex(), "status": chunk.status, "how": chunk.how}
+        yield {"event": "done", "end": True}
+
+    async def _finish(self, body: Record) -> AsyncIterator[Record]:
+        missing = await self.idle.finish(on_battery=convert(body, _FinishBody).on_battery)
+        yield {"event": "finishing", "end": True, "missing": missing}
 
     async def _resolved(self, ask: AskRequest) -> Request:
         work = partial(self._engine.resolve, self._state.store, ask)

@@ -44,7 +44,9 @@ class Settings:
 
     # "": SmolLM2 if it is installed
     model: str = _setting(
-        "", "Model directory, GGUF file, Hugging Face id, smollm2 or handbook.", shown="smollm2, if installed"
+        "",
+        "Model directory, GGUF file, Hugging Face id (ID or ID:QUANT), smollm2 or handbook.",
+        shown="smollm2, if installed",
     )
     lora: str = _setting("", "Directory of a LoRA adapter (peft format), merged into the weights.")
     store: str = _setting("", "Directory of the store.")

@@ -295,7 +295,9 @@ def _beside(folder: Path, name: str, value: str) -> str:
     """
     path = Path(value).expanduser()
     if name in ("model", "embeddings") and not (
-        value.startswith(("./", "../", "~")) or (folder / path).is_dir() or path.suffix == ".gguf"
+        value.startswith(("./", "../", "~"))
+        or (folder / path).is_dir()
+        or (path.suffix == ".gguf" and ":" not in value)
     ):
         return value
     return str(folder / path) if value else value

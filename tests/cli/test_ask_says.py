@@ -38,7 +38,7 @@ def test_a_chunk_with_bad_kv_is_named_in_the_json(cli: Cli, stored: list[str], t
     [answer] = cli(*ask).records
     assert [c["status"] for c in answer["chunks"]] == ["exact", "computed"]
     assert answer["notes"][0].startswith(f"stored KV {stored[1][:12]} is not used, it is computed:")
-    assert answer["notes"][1] == "stored the KV of 1 computed chunk"
+    assert len(answer["notes"]) == 1
 
 
 def test_damaged_records_behind_a_sound_chunk_are_named(cli: Cli, stored: list[str], tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ def test_missing_chunks_of_another_model_keep_their_places(
     ids = [r["id"] for r in of_alpha]
     named = cli("ask", "alpha?", "--chunks", ",".join(ids), "--max-tokens", "2", "--json")
     assert {c["status"] for c in named.records[0]["chunks"]} == {"computed"}
-    assert f"{len(ids)} computed chunks" in named.err
     found = cli("ask", "alpha?", "--top-k", "9", "--max-tokens", "2", "--json").records[0]["chunks"]
     assert [c["id"] for c in found] == [c["id"] for c in named.records[0]["chunks"]], "in reading order"
     with ChunkStore.open(tmp_path / "store") as store:

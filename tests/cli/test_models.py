@@ -36,17 +36,31 @@ def test_models_are_listed_wherever_they_are(
     write_checkpoint(folder / "plain", "llama-gqa")
     write_gguf(folder / "plain", folder / "m.gguf", "llama", "Q8_0")
     (folder / "mmproj-m.gguf").write_bytes(b"GGUF")
+    shutil.copy(folder / "m.gguf", hub / "models--org--m" / "blob")
+    (snapshot / "m-Q8_0.gguf").symlink_to(hub / "models--org--m" / "blob")
+    monkeypatch.setenv("CACHEBLEND_MODEL", "org/m:q8_0")
     shutil.copytree(folder / "plain", folder / "part")
     (folder / "part" / "model.safetensors").unlink()
     found = {r["model"]: r for r in cli("models", "ls", "models", "--json").records}
-    assert set(found) == {"handbook", "org/m", "./models/plain", "./models/part", "./models/m.gguf"}
+    assert set(found) == {
+        "handbook",
+        "org/m",
+        "org/m:m-Q8_0.gguf",
+        "./models/plain",
+        "./models/part",
+        "./models/m.gguf",
+    }
     assert [found[f"./models/{name}"]["kind"] for name in ("plain", "part")] == ["checkpoint", "incomplete"]
     assert found["./models/m.gguf"]["kind"] == "GGUF"
     assert found["./models/m.gguf"]["bytes"] == (folder / "m.gguf").stat().st_size
     assert "./models/m.gguf" in cli("models", "ls", "models").out
+    assert [name for name, r in found.items() if r["default"]] == ["org/m:m-Q8_0.gguf"]
+    assert cli("models", "show", "org/m:q8_0", "--json").records[0]["files"] == "m-Q8_0.gguf"
 
 
 def test_a_model_is_pulled(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ollama = cli("models", "pull", "qwen2.5:1.5b")
+    assert (ollama.code, "OWNER/NAME" in ollama.err) == (3, True)
     asked: list[str] = []
 
     def fetch(name: HubName) -> Path:
@@ -62,7 +76,7 @@ def test_a_model_is_pulled(cli: Callable[..., Any], tmp_path: Path, monkeypatch:
     record = cli("models", "pull", "org/m@v1:f.gguf", "--json", "-q").records[0]
     assert record == {"model": "org/m@v1:f.gguf", "path": f"{tmp_path}/m", "bytes": 4}
     assert asked == ["org/m", "org/m@v1:f.gguf"]
-    assert cli("models", "pull", "a:b").code == 3
+    assert cli("models", "pull", "a b").code == 3
 
 
 def test_a_model_is_described(cli: Callable[..., Any], model: Path) -> None:

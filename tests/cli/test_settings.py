@@ -70,6 +70,9 @@ def test_paths_in_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(here / "sub")
     assert resolve({}).settings.store_path == here / "kv"
     assert resolve({}).settings.model == "models/tiny"  # a hub id
+    trusted_file(here, "store = 'kv'\nmodel = 'models/tiny:m.gguf'\n")
+    assert resolve({}).settings.model == "models/tiny:m.gguf"  # of a hub id
+    trusted_file(here, "store = 'kv'\nmodel = 'models/tiny'\n")
     (here / "models" / "tiny").mkdir(parents=True)
     assert resolve({}).settings.model == str(here / "models" / "tiny")
     assert resolve({"store": "mine"}).settings.store_path == Path("mine")

@@ -52,7 +52,7 @@ def put(engine: Engine, store: ChunkStore, folder: Path) -> None:
 
 def asked(engine: Engine, store: ChunkStore, folder: Path) -> None:
     ask = AskRequest("Who?", documents=(TextDocument(TEXT),), sampling=SamplingParams(max_tokens=1))
-    assert "stored the KV of 1 computed chunk" in engine.run_alone(store, ask).notes
+    assert [chunk.status for chunk in engine.run_alone(store, ask).chunks] == ["computed"]
 
 
 def evaluated(engine: Engine, store: ChunkStore, folder: Path) -> None:

@@ -5,51 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hub_models import HubModel, index_alone, other_weights, stale_index
-from huggingface_hub.errors import LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from hub_server import ID, Hub
+from huggingface_hub import snapshot_download
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model.loading import Precision, load_model, resolve_model
 
-ID = "someone/some-model"
 SMALL = {"config.json", "tokenizer.json", "tokenizer_config.json"}
-
-
-class Hub:
-    """`snapshot_download` over a directory. fetched: the names of the files, in the order they were asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.repository, self.cache, self.fetched = folder / "repository", folder / "cache", list[str]()
-
-    def snapshot_download(
-        self, name: str, *, allow_patterns: list[str], local_files_only: bool = False, **options: Any
-    ) -> str:
-        assert name == ID
-        if local_files_only:
-            if not self.cache.is_dir():
-                raise LocalEntryNotFoundError("not cached")
-            return str(self.cache)
-        there = [str(p.relative_to(self.repository)) for p in sorted(self.repository.rglob("*")) if p.is_file()]
-        for file in filter_repo_objects(there, allow_patterns=allow_patterns):
-            if not (self.cache / file).exists():
-                self.fetched.append(file)
-                (self.cache / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(self.repository / file, self.cache / file)
-        return str(self.cache)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
-    return hub
 
 
 def test_one_file_of_weights_is_fetched_and_nothing_beside_it(hub: Hub) -> None:
@@ -60,7 +28,7 @@ def test_one_file_of_weights_is_fetched_and_nothing_beside_it(hub: Hub) -> None:
         (hub.repository / other).write_text("{}")
     (hub.repository / "original" / "model.safetensors").write_bytes(b"")
     path = resolve_model(ID)
-    assert set(hub.fetched) == SMALL | {"model.safetensors.index.json", "model.safetensors"}
+    assert hub.names() == SMALL | {"model.safetensors.index.json", "model.safetensors"}
     assert load_model(path, ID, torch.device("cpu"), Precision("float32"), "torch").spec.num_layers == 3
 
 
@@ -70,7 +38,7 @@ def test_shards_are_fetched_when_there_is_no_single_file(hub: Hub) -> None:
     shards = set(json.loads((hub.repository / "model.safetensors.index.json").read_text())["weight_map"].values())
     path = resolve_model(ID)
     assert len(shards) > 1
-    assert set(hub.fetched) == SMALL | {"model.safetensors.index.json"} | shards
+    assert hub.names() == SMALL | {"model.safetensors.index.json"} | shards
     assert load_model(path, ID, torch.device("cpu"), Precision("float32"), "torch").spec.num_layers == 3
 
 
@@ -85,8 +53,7 @@ def test_what_is_cached_is_not_asked_for_again(hub: Hub) -> None:
 def test_a_cache_that_holds_some_of_the_files_is_completed(hub: Hub, kept: str) -> None:
     """Another tool has read the configuration alone, or a download was interrupted."""
     HubModel("m").write(hub.repository)
-    hub.cache.mkdir()
-    shutil.copy(hub.repository / kept, hub.cache / kept)
+    snapshot_download(ID, allow_patterns=[kept])
     path = resolve_model(ID)
     assert load_model(path, ID, torch.device("cpu"), Precision("float32"), "torch").spec.num_layers == 3
 
@@ -95,7 +62,7 @@ def test_a_model_that_is_refused_is_refused_before_its_weights_are_fetched(hub: 
     HubModel("m", edit={"quantization_config": {"quant_method": "hqq"}}).write(hub.repository)
     with pytest.raises(CacheBlendError, match="hqq"):
         resolve_model(ID)
-    assert "model.safetensors" not in hub.fetched
+    assert "model.safetensors" not in hub.names()
 
 
 def test_an_index_whose_shards_are_not_there_is_told(hub: Hub) -> None:

@@ -13,13 +13,16 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "c" * 40
 ID = "someone/some-model"
+BYTES = 1000
+"""Bytes that huggingface_hub writes at a time under the fixture `hub`."""
 
 
 class Hub(ThreadingHTTPServer):
     """One repository.
 
     fetched: (file, first byte) of each download, in order. cut: file -> bytes after which each download breaks off.
-    gated: refuse downloads.
+    sent: file -> bytes after which nothing is sent. damaged: file that is served with other bytes. gated: refuse
+    downloads. architecture: of its GGUF files.
     """
 
     daemon_threads = True
@@ -27,8 +30,10 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, repository: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repository, self.fetched = repository, list[tuple[str, int]]()
-        self.cut: dict[str, int] = {}
+        self.cut, self.sent = dict[str, int](), dict[str, int]()
         self.gated = False
+        self.damaged: str | None = None
+        self.architecture: str | None = None
 
     @property
     def url(self) -> str:
@@ -60,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if self.server.gated:
+        if self.server.gated and "/resolve/" in path:
             return self._refuse(403, "GatedRepo")
         if ID not in path:
             return self._refuse(404, "RepoNotFound")
@@ -70,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
             revision = path.removeprefix(f"/api/models/{ID}").removeprefix("/revision/")
             if revision not in ("", "main", "v1", COMMIT):
                 return self._refuse(404, "RevisionNotFound")
-            return self._json({"id": ID, "sha": COMMIT, "siblings": [{"rfilename": f} for f in self._files()]})
+            info = {"id": ID, "sha": COMMIT, "siblings": [{"rfilename": f} for f in self._files()]}
+            return self._json(info | {"gguf": {"architecture": self.server.architecture}})
         return self._file(path.split("/resolve/")[1].partition("/")[2])
 
     def log_message(self, format: str, *args: object) -> None:
@@ -87,12 +93,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.repository / name
 
     def _digest(self, name: str) -> str:
-        return hashlib.sha1(self._path(name).read_bytes()).hexdigest()
+        large = name.endswith((".gguf", ".safetensors"))
+        return hashlib.new("sha256" if large else "sha1", self._path(name).read_bytes()).hexdigest()
 
     def _file(self, name: str) -> None:
         if not self._path(name).is_file():
             return self._refuse(404, "EntryNotFound")
         content = self._path(name).read_bytes()
+        if name == self.server.damaged:
+            content = bytes(8) + content[8:]
         wanted = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
         start = int(wanted or 0)
         self.send_response(206 if start else 200)
@@ -106,9 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return None
         self.server.fetched.append((name, start))
-        cut = self.server.cut.get(name)
-        self.wfile.write(content[start : None if cut is None else start + cut])
-        self.close_connection = cut is not None
+        cut, sent = self.server.cut.get(name), self.server.sent.get(name)
+        self.wfile.write(content[:sent][start : None if cut is None else start + cut])
+        self.close_connection = cut is not None or sent is not None
         return None
 
     def _json(self, content: object) -> None:

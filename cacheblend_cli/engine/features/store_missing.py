@@ -15,20 +15,19 @@ from cacheblend_cli.errors import DeviceError
 
 def store_missing(done: PrefillReport, store: ChunkStore, missing: Set[bytes]) -> Iterator[None]:
     """Store chunks from the tier, then compute and store the other missing chunks, at most one launch between two
-    values. A note reports the result."""
+    values. A note reports an error."""
     request = done.request
     keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
     collector = Collector(request.collection, store, keep)
     yield from _store_taken(done, store, collector)
     if not missing:
         return
-    what = f"the KV of {len(missing)} computed chunk{'s' if len(missing) > 1 else ''}"
     try:
         # one by one: other answers continue between two chunks
         for _ in collector.store(_planned(done, store, missing), again=True, every_s=0.0):
             yield
-        request.notes.append(f"stored {what}")
     except (StoreError, DeviceError) as error:  # the answer does not need it
+        what = f"the KV of {len(missing)} computed chunk{'s' if len(missing) > 1 else ''}"
         request.notes.append(f"{what} could not be stored: {error.message}")
 
 

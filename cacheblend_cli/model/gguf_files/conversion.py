@@ -20,6 +20,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.architectures import Metadata, architecture_of
 from cacheblend_cli.model.gguf_files.config import FACTORS, config_of
 from cacheblend_cli.model.gguf_files.tensors import StoredTensor, is_readable, write_index
+from cacheblend_cli.model.gguf_names import is_model
 from cacheblend_cli.model.model_files import GGUF_INDEX
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -33,7 +34,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 def gguf_in(folder: Path) -> Path | None:
     """Return the GGUF file of a directory. Raises UsageError if there are several."""
-    found = sorted(p for p in folder.glob("*.gguf") if not p.name.startswith("mmproj"))
+    found = sorted(p for p in folder.glob("*.gguf") if is_model(p.name))
     if len(found) > 1:
         raise UsageError(
             f"{folder} holds {len(found)} GGUF files",

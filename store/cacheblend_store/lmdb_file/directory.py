@@ -15,7 +15,7 @@ from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, system_
 from cacheblend_store.private_files import InsecurePath, exposed, open_file
 
 DATA, LOCK, MAKING, RESERVE = "data.mdb", "lock.mdb", "making.tmp", "reserve.tmp"
-OWN_FILES = ("writer.lock", "open.lock", MAKING, RESERVE, "search.sqlite3", "search.sqlite3-journal")
+OWN_FILES = ("writer.lock", "open.lock", "collect.lock", MAKING, RESERVE, "search.sqlite3", "search.sqlite3-journal")
 _SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(lock|log|sock(\.\d+)?)")
 """Log and socket of a server. They are created before it opens the store."""
 MIN_FREE_BYTES = 64 << 20
