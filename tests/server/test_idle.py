@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore
+from command_line import Cli
 
 from cacheblend_cli.client import Client
 from cacheblend_cli.collect.missing import MissingChunks
@@ -205,3 +206,13 @@ def test_chunks_of_another_collection_are_refused(
     with pytest.raises(CacheBlendError):
         list(collect("float16" if what == "codec" else codec, "other" if what == "salt" else ""))
     assert not server.state.store.has_kv(key)
+
+
+def test_precompute_leaves_the_rest_to_the_server(start: StartServer, cli: Cli, tmp_path: Path) -> None:
+    server = start()
+    (tmp_path / "docs" / "new.md").write_text("# Parrots\n\nJonas feeds the parrot at noon.\n")
+    told = cli("precompute", "docs", "--background")
+    assert told.code == 0, told.err
+    assert f"process {os.getpid()}" in told.last
+    assert len(list(server.state.store.chunks())) == 3
+    until(lambda: not keys_without_kv(server.state.store))

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from children import Child
 from command_line import ASK, Cli, process
 
 from cacheblend_cli import client, sockets
-from cacheblend_cli.client import Connection, EngineLost
+from cacheblend_cli.client import Client, Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.background import ask_status
 from cacheblend_cli.server.http_server import bind_tcp, bind_unix, remover
@@ -421,3 +421,34 @@ def test_an_engine_that_is_killed_in_mid_answer(cli: Cli, model: Path, said: str
     assert asked.code == (1 if said and not flags else 0), asked.err
     if asked.code:
         assert asked.out == "Mara"
+
+
+def test_precompute_computes_with_the_engines_weights(
+    cli: Cli, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected, collect = list[bytes](), Client.collect
+
+    def watched(*given: Any, **others: Any) -> Iterator[tuple[bytes, str, str]]:
+        for done in collect(*given, **others):
+            collected.append(done[0])
+            yield done
+
+    monkeypatch.setattr(Client, "collect", watched)
+    for name in "ab":
+        (tmp_path / "docs" / f"{name}.md").write_text(f"# Parrots\n\nJonas feeds the parrot {name} at noon.\n")
+
+    def kv() -> dict[bytes, tuple[bytes, ...]]:
+        return {m.key: m.blob_digests for m in server.state.store.chunks()}
+
+    told = cli("precompute", "docs", "--json")
+    assert [r["id"] for r in told.records if r["status"] == "new"] == [key.hex() for key in collected]
+    by_engine = kv()
+    assert len(collected) == 2
+    assert cli("precompute", "docs", "--force", "--threads", "1").code == 0
+    assert len(collected) == 2, "with flags of its own it computes itself"
+    assert kv() == by_engine
+    server.state.store.evict_chunks(collected)
+    server.end()
+    server.thread.join(20)
+    assert cli("precompute", "docs").code == 0
+    assert kv() == by_engine
