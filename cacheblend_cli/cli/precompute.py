@@ -161,7 +161,7 @@ def precompute(
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
     if not dry_run:
         remember_model(resolved)
-    view = _View(output, skipped_files)
+    view = _View(output, skipped_files, background=background)
     hint = _KEPT if collector else partial(view.after_interrupt, settings)
     with nullcontext() if dry_run else on_interrupt(hint):
         with _cluster(engine, settings, collector, workers) as cluster, opened as kv_store, closing(view):
@@ -309,8 +309,8 @@ class _View:
     """Show events as messages and a progress bar: first for reading, then for the tokens to compute. Tokens that need
     no work are not part of the bar, so that they do not count as speed."""
 
-    def __init__(self, output: Output, skipped_files: folders.SkippedFiles) -> None:
-        self.output, self.skipped_files = output, skipped_files
+    def __init__(self, output: Output, skipped_files: folders.SkippedFiles, *, background: bool = False) -> None:
+        self.output, self.skipped_files, self._background = output, skipped_files, background
         self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self.done = self.total = 0
@@ -400,7 +400,7 @@ class _View:
         self.ready = report
         self.output.note(f"ready to ask: {counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}")
         is_long = planned.seconds >= _LONG_S if planned.seconds else planned.computed_tokens >= _LONG_TOKENS
-        if is_long and not planned.changes:  # otherwise it was shown before
+        if is_long and not self._background and not planned.changes:  # changes were shown with their cost
             self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
         self.total, self._start = planned.computed_tokens, time.perf_counter()
 

@@ -13,7 +13,7 @@ from cacheblend_cli.version import __version__
 
 _LEAST_S = 2.0  # shorter runs say little
 _GROUP_S = 0.2  # chunks that arrive this soon after the first one were committed with it
-_DECAY = 0.5  # weight of earlier runs
+_DECAY = 0.5  # most weight of earlier runs
 
 
 class CollectSpeed:
@@ -44,7 +44,8 @@ class CollectSpeed:
         """Remember this run, if it took long enough."""
         if self._seconds >= _LEAST_S:
             tokens, seconds = self._earlier()
-            kept = self._tokens + _DECAY * tokens, self._seconds + _DECAY * seconds
+            weight = min(_DECAY, self._seconds / seconds) if seconds else 0.0  # at most as much as this run
+            kept = self._tokens + weight * tokens, self._seconds + weight * seconds
             user_cache.keep(self._file, json.dumps(kept))
 
     def _earlier(self) -> tuple[float, float]:

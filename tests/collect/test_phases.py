@@ -203,9 +203,14 @@ def test_the_time_is_estimated_from_earlier_runs(
         earlier.count(50)
     earlier.keep()
     assert earlier.tokens_per_s == 5
+    later = CollectSpeed(engine.model.fingerprint, "cpu")
+    for _ in range(2):  # a short run counts at least as much as a long one before it
+        later.count(150)
+    later.keep()
+    assert later.tokens_per_s == 10
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(precompute, "estimate_seconds", None)  # no measurement
     found = run(engine, docs, store, dry_run=True, machine="cpu").difference
-    assert found.seconds == found.computed_tokens / 5 > 0
+    assert found.seconds == found.computed_tokens / 10 > 0
     assert not CollectSpeed(engine.model.fingerprint, "cuda").tokens_per_s
