@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.search import SearchResult
 
 _CONNECT_S = 2.0
+_LOADING_S = 0.5  # an engine without a status by then is loading its model
 _DATA = b"data: "
 
 
@@ -204,10 +205,11 @@ class Client:
 
     @property
     def speaks_this_version(self) -> bool:
-        """Return whether the engine has the same protocol version."""
-        with suppress(CacheBlendError), self._connected() as connection:
-            [status] = connection.request("status")
-            return bool(status.get("protocol") == PROTOCOL)
+        """Return whether the engine has the same protocol version; False while it loads its model."""
+        if (connection := Connection.to(self._path, _LOADING_S)) is None:
+            return False
+        with suppress(CacheBlendError), connection:
+            return bool(next(connection.request("status")).get("protocol") == PROTOCOL)
         return False
 
     def _connected(self) -> Connection:

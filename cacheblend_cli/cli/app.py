@@ -21,6 +21,8 @@ COMMANDS = {
     "search": ("search:search", "Find stored chunks."),
     "chat": ("chat:chat", "Ask follow-up questions in a terminal."),
     "serve": ("serve:serve", "Serve OpenAI's API, and keep the model loaded for ask."),
+    "ps": ("engine_list:ps", "List the engines that stay loaded."),
+    "stop": ("engine_list:stop", "Stop the engines over this store, or all."),
     "mcp": ("mcp:mcp", "Serve search and ask to MCP clients."),
     "chunks": ("chunks:app", "List, show, check, move and remove stored chunks."),
     "models": ("models:app", "List, describe, check and download models."),

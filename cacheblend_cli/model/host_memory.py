@@ -29,6 +29,14 @@ def available_memory() -> int | None:
         return None
 
 
+def resident_memory(pid: int | None = None) -> int | None:
+    """Return the bytes of memory that a process uses now, by default this one; None where the system does not tell."""
+    with suppress(OSError, IndexError, ValueError):
+        pages = int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory of up to 256 MiB for the next allocation. By default it gives activations
     back to the system after every layer, and a page fault for each 4 KiB of the next took a fifth of a prefill. Does

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from cacheblend_store.private_files import InsecurePath, locked, open_file, read
 
 from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, UsageError
+from cacheblend_cli.model.host_memory import resident_memory
+from cacheblend_cli.registry import EngineRecord, records
 from cacheblend_cli.settings import Settings
-from cacheblend_cli.sockets import folder_of, make_folder, socket_of, sockets_of
+from cacheblend_cli.sockets import folder_of, make_folder, public_of, socket_of, sockets_of
 
 _START_S = 300.0
 _POLL_S = 0.05
 _LOG_BYTES = 64 << 20
 _REPLY_S = 10.0  # to wait for the status of a listening engine
+_QUICK_S = 1.0  # the same for a list of engines, of which some may be loading
 _END_S = 15.0  # after the grace period, to close the store and free memory
 
 
@@ -43,9 +48,8 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
     """Start the engine with these settings on a private socket only, and return once it responds. flags: flags of
     `serve` for these settings. Another process may start it at the same time. Raises CacheBlendError like `start`."""
-    public = folder_of(settings) / socket_of(settings).name.replace("engine-", "http-")
     try:
-        start(settings, idle_exit_s, ["serve", "--unix-socket", str(public), *flags])
+        start(settings, idle_exit_s, ["serve", "--unix-socket", str(public_of(socket_of(settings))), *flags])
     except CacheBlendError:
         if not listens(settings):
             raise
@@ -82,9 +86,9 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
     raise CacheBlendError(f"the engine did not answer within {_START_S:.0f} seconds", f"see {log}")
 
 
-def ask_status(path: Path) -> dict[str, Any] | None:
+def ask_status(path: Path, reply_s: float = _REPLY_S) -> dict[str, Any] | None:
     """Return the status of the engine at a socket, None if none responds in time."""
-    connection = Connection.to(path, _REPLY_S)
+    connection = Connection.to(path, reply_s)
     if connection is None:
         return None
     with connection:
@@ -94,25 +98,85 @@ def ask_status(path: Path) -> dict[str, Any] | None:
             return None
 
 
+@dataclass(frozen=True)
+class RunningEngine:
+    """An engine of this user. record: None if it could not register itself. status: None without a reply in time."""
+
+    socket: Path
+    record: EngineRecord | None
+    status: dict[str, Any] | None
+    listens: bool
+
+    @classmethod
+    def at(cls, path: Path, record: EngineRecord | None, reply_s: float) -> RunningEngine:
+        status = ask_status(path, reply_s)
+        if status is not None and record is not None and record.pid != status["pid"]:  # of a later one at this path
+            return cls(path, record, None, False)
+        return cls(path, record, status, status is not None or Connection.is_open(path))
+
+    @property
+    def pid(self) -> int | None:
+        return self.record.pid if self.record else self.status["pid"] if self.status else None
+
+    @property
+    def state(self) -> str:
+        """Return "busy" or "idle"; without a reply "loading", "ending" or "not responding"."""
+        if self.status is not None:
+            return "busy" if self.status["running"] + self.status["waiting"] else "idle"
+        if not self.listens:
+            return "ending"
+        is_young = self.record is not None and time.time() - self.record.since < _START_S
+        return "loading" if is_young else "not responding"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the status; without one, what the engine registered."""
+        known = {name: getattr(self.record, name, None) for name in ("pid", "version", "model", "store")}
+        memory = resident_memory(self.pid) if self.pid else None
+        return {"state": self.state, **known, "socket": str(self.socket), "memory_bytes": memory, **(self.status or {})}
+
+    def stop(self) -> None:
+        """Ask the engine to end; without a reply, send SIGTERM. Raises CacheBlendError if its process is unknown."""
+        if self.status is not None and (connection := Connection.to(self.socket, _QUICK_S)) is not None:
+            with connection, suppress(CacheBlendError):
+                list(connection.request("stop"))
+                return
+        if self.record is not None and self.record.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.record.pid, signal.SIGTERM)
+        elif self.pid is None:
+            raise CacheBlendError(f"the engine at {self.socket} does not respond", "try again when its model is loaded")
+
+
+def engines(settings: Settings, *, everywhere: bool, reply_s: float = _QUICK_S) -> list[RunningEngine]:
+    """Return the engines over the store of the settings; everywhere: and this user's other registered ones."""
+    folder = folder_of(settings)
+    places: list[tuple[Path, EngineRecord | None]] = [(Path(record.socket), record) for record in records()]
+    places = [(path, record) for path, record in places if everywhere or path.parent == folder]
+    known = {path for path, _ in places}
+    places += [(path, None) for path in sockets_of(settings) if path not in known]
+    found = [RunningEngine.at(path, record, reply_s) for path, record in places]
+    return [engine for engine in found if engine.record is not None or engine.listens]
+
+
 def running(settings: Settings) -> list[dict[str, Any]]:
     """Return the status of every engine over the store. Raises NotFoundError if none runs."""
-    found = [reply for path in sockets_of(settings) if (reply := ask_status(path)) is not None]
+    found = [e.status for e in engines(settings, everywhere=False, reply_s=_REPLY_S) if e.status is not None]
     if not found:
-        raise NotFoundError(f"no engine runs over {settings.store_path}", "start one: cacheblend serve --background")
+        raise _nothing_runs(settings)
     return found
 
 
-def stop_all(settings: Settings, grace_s: float) -> list[int]:
-    """Stop every engine over the store and wait until its process has exited. Return the process ids. grace_s: time for
-    running answers to finish. Raises NotFoundError if none runs, CacheBlendError if a process does not exit within
-    grace_s plus a margin."""
-    ended = []
-    for reply in running(settings):
-        pid, deadline = reply["pid"], time.monotonic() + grace_s + _END_S
-        connection = Connection.to(Path(reply["socket"]), _REPLY_S)
-        if connection is not None:
-            with connection, suppress(CacheBlendError):  # it may exit without a reply
-                list(connection.request("stop"))
+def stop_all(settings: Settings, grace_s: float, *, everywhere: bool = False) -> list[RunningEngine]:
+    """Stop every engine over the store, or everywhere of this user, and wait until its process has exited. grace_s:
+    time for running answers to finish. Raises NotFoundError if none runs, CacheBlendError if a process does not exit
+    within grace_s plus a margin."""
+    if not (found := engines(settings, everywhere=everywhere)):
+        raise _nothing_runs(settings)
+    for engine in found:
+        engine.stop()
+    deadline = time.monotonic() + grace_s + _END_S
+    for pid in (engine.pid for engine in found if engine.pid is not None):
         while _is_alive(pid):
             if time.monotonic() >= deadline:
                 raise CacheBlendError(
@@ -120,8 +184,11 @@ def stop_all(settings: Settings, grace_s: float) -> list[int]:
                     f"wait for it, or kill it: kill -9 {pid}",
                 )
             time.sleep(_POLL_S)
-        ended.append(pid)
-    return ended
+    return found
+
+
+def _nothing_runs(settings: Settings) -> NotFoundError:
+    return NotFoundError(f"no engine runs over {settings.store_path}", "start one: cacheblend serve --background")
 
 
 def _is_alive(pid: int) -> bool:

@@ -25,13 +25,14 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
-from cacheblend_cli.server.http_server import ConnectionLimits, bind_tcp, bind_unix
+from cacheblend_cli.server.binding import bind_tcp, bind_unix
+from cacheblend_cli.server.http_server import ConnectionLimits
 from cacheblend_cli.server.http_server import Server as HttpServer
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm_socket import WarmSocket
 from cacheblend_cli.settings import DEFAULTS, Settings
-from cacheblend_cli.sockets import make_folder, socket_of
+from cacheblend_cli.sockets import SocketFile, make_folder, socket_of
 from cacheblend_cli.types import SamplingParams, overridden
 
 # uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that
@@ -118,7 +119,7 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         serving = HttpServer(
             make_app(state),
             state,
-            WarmSocket(state, bind_unix(warm_path), warm_path, url),
+            WarmSocket(state, bind_unix(warm_path), SocketFile(warm_path, store.path), url),
             grace_s=grace_s,
             idle_exit_s=idle_exit_s,
             limits=connections,

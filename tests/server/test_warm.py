@@ -22,7 +22,7 @@ from cacheblend_cli import client, sockets
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.background import ask_status
-from cacheblend_cli.server.http_server import bind_tcp, bind_unix, remover
+from cacheblend_cli.server.binding import bind_tcp, bind_unix
 from cacheblend_cli.settings import Settings, resolve
 from cacheblend_cli.types import AskRequest
 
@@ -228,12 +228,12 @@ def test_an_address_is_taken_while_the_model_loads(tmp_path: Path) -> None:
 def test_a_server_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     with bind_unix(path):
-        first = remover(path)
+        first = sockets.SocketFile(path)
     with bind_unix(path):
-        second = remover(path)
-        first()
+        second = sockets.SocketFile(path)
+        first.remove()
         assert path.is_socket()
-        second()
+        second.remove()
     assert not path.exists()
 
 

@@ -1,0 +1,90 @@
+"""cacheblend ps and stop: the running engines of this user. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer import Option
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.units import counted, format_seconds, format_size
+from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.server.background import RunningEngine, engines, stop_all
+from cacheblend_cli.settings import Settings
+from cacheblend_cli.version import __version__
+
+_GRACE_S = 30.0  # of `serve`, for running answers
+
+
+@options.with_settings("store")
+def ps(settings: Settings, json: options.Json = False) -> None:
+    """List this user's engines that stay loaded, over any store: process, model, store, memory, and until when."""
+    output = Output(json=json)
+    found = engines(settings, everywhere=True)
+    for engine in found:
+        output.json(engine.facts)
+    if not found:
+        output.note("no engine is running")
+    elif not json:
+        rows = [_row(engine) for engine in found]
+        output.table(("pid", "model", "store", "memory", "state", "until"), rows, right=(3,), ends=(2,))
+
+
+@options.with_settings("store")
+def stop(
+    settings: Settings,
+    everywhere: bool = Option(False, "--all", help="Stop all engines of this user, over any store."),
+    json: options.Json = False,
+    quiet: options.NoMessages = False,
+) -> None:
+    """Stop the engines over this store, those of `serve` too. Running answers have 30 seconds to finish."""
+    output = Output(json=json, quiet=quiet)
+    try:
+        stopped = stop_all(settings, _GRACE_S, everywhere=everywhere)
+    except NotFoundError as error:
+        others = 0 if everywhere else len(engines(settings, everywhere=True))
+        note = "no engine is running" if everywhere else error.message
+        output.note(f"{note}; over other stores: {others} (cacheblend stop --all)" if others else note)
+        return
+    for engine in stopped:
+        facts = {name: engine.facts[name] for name in ("pid", "model", "store")}
+        output.result({**facts, "stopped": True}, f"stopped {_name(engine.facts)} (process {engine.pid})")
+
+
+def _name(facts: dict[str, Any]) -> str:
+    return f"{facts['model']} over {shown(facts['store'])}" if facts["store"] else str(facts["model"])
+
+
+def _row(engine: RunningEngine) -> list[str]:
+    facts = engine.facts
+    memory = "" if facts["memory_bytes"] is None else format_size(facts["memory_bytes"])
+    return [
+        str(facts["pid"] or ""),
+        facts["model"] or "",
+        shown(facts["store"] or ""),
+        memory,
+        _state(facts),
+        _until(facts),
+    ]
+
+
+def _state(facts: dict[str, Any]) -> str:
+    state = facts["state"]
+    if state == "busy":
+        state = f"answering {facts['running'] + facts['waiting']}"
+    elif state == "idle" and facts.get("missing"):
+        state = f"computing documents: {counted(facts['missing'], 'chunk')} left"
+    elif state == "idle":
+        state = f"idle {format_seconds(facts['idle_s'])}"
+    other = facts["version"] not in (None, __version__)
+    return f"{state}, version {facts['version']}: not used" if other else state
+
+
+def _until(facts: dict[str, Any]) -> str:
+    """Return when an engine ends if nobody asks it."""
+    exit_s = facts.get("idle_exit_s")
+    if exit_s is None:
+        return ""
+    return f"in {format_seconds(max(0.0, exit_s - facts['idle_s']))}" if exit_s else "stopped"
