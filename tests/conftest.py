@@ -112,6 +112,7 @@ def _own_home(_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("XDG_DATA_HOME", "data"),
         ("XDG_CACHE_HOME", "cache"),
         ("XDG_STATE_HOME", "state"),
+        ("XDG_RUNTIME_DIR", "run"),
     ):
         monkeypatch.setenv(name, str(home / sub))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -43,6 +43,8 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
             return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
     except InsecurePath as error:  # a link or a file of another user
         raise UsageError(f"{error.filename} {error.strerror}", "remove it") from error
+    except OSError as error:
+        raise CacheBlendError(f"an engine cannot start: {error}", "free some space there") from error
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
@@ -120,11 +122,11 @@ class RunningEngine:
 
     @property
     def state(self) -> str:
-        """Return "busy" or "idle"; without a reply "loading", "ending" or "not responding"."""
+        """Return "busy" or "idle"; without a reply "loading", "not responding", "ending" or "store gone"."""
         if self.status is not None:
             return "busy" if self.status["running"] + self.status["waiting"] else "idle"
-        if not self.listens:
-            return "ending"
+        if self.record is not None and not self.listens:
+            return "ending" if os.path.exists(self.record.store) else "store gone"
         is_young = self.record is not None and time.time() - self.record.since < _START_S
         return "loading" if is_young else "not responding"
 

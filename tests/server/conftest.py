@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,10 +20,12 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.tier import SharedTier
 from checkpoints import write_checkpoint
 from command_line import Cli, cli_in
+from forked import Forked
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.server import background
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.binding import bind_tcp, bind_unix
@@ -167,3 +170,9 @@ def server(start: StartServer) -> Server:
 @pytest.fixture
 def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     return cli_in(tmp_path, model, monkeypatch, capsys)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in the background are forks of this process."""
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import os
 import re
 import signal
@@ -12,7 +10,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,8 +17,8 @@ import httpx
 import pytest
 from cacheblend_store import ChunkStore, StorePermission
 from command_line import ASK, PAGES, Cli, process
+from forked import in_background
 
-from cacheblend_cli.cli.main import run
 from cacheblend_cli.cli.units import parse_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background
@@ -48,44 +45,6 @@ def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pyte
     assert cli("serve", "--stop").code == 0
     assert cli("serve", "--status").code == cli("serve", "--stop").code == 3
     assert list(Path("new").glob("*.sock")) == []
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines in the background are forks of this process, which has imported torch."""
-    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
-
-
-class Forked:
-    def __init__(self, command: list[str], *, stdout: Any, **_: Any) -> None:
-        self.pid, self.returncode = os.fork(), 0
-        if self.pid == 0:
-            code = 1
-            gc.freeze()  # what this process has left, such as event loops, would close files that are new here
-            try:
-                os.setsid()
-                for number, end in enumerate(("r", "w", "w")):
-                    os.dup2(stdout.fileno() if number else os.open(os.devnull, os.O_RDONLY), number)
-                    setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
-                logging.getLogger().handlers.clear()  # pytest's, whose files are closed now
-                os.closerange(3, 1024)
-                code = run(command[4:])
-            finally:
-                os._exit(code)
-
-    def poll(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode if pid else None
-
-
-def in_background(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Status of the engine that `serve --background` starts."""
-    arguments = ("serve", "--background", "--port", "0", "--json")
-    monkeypatch.setattr(sys, "argv", ["cacheblend", *arguments])
-    started = cli(*arguments)
-    assert started.code == 0, started.err
-    return dict(json.loads(started.out))
 
 
 def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:

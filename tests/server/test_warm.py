@@ -177,11 +177,11 @@ def test_the_same_errors(cli: Cli, server: Any) -> None:
 
 def test_the_client_imports_nothing_heavy(cli: Cli, server: Any) -> None:
     heavy = "('torch', 'numpy', 'transformers', 'pydantic', 'rich', 'asyncio', 'http', 'obstore', 'cryptography')"
-    done = process(
-        *ASK, code=f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
-    )
-    assert done.last == "(0, [])", done.err
-    assert ENGINE in done.err
+    code = f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
+    for command in (ASK, ("ps",)):
+        done = process(*command, code=code)
+        assert done.last == "(0, [])", done.err
+        assert ENGINE in done.err or str(os.getpid()) in done.out
 
 
 def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
