@@ -37,6 +37,7 @@ COMMANDS = {
 _CHECKS = ("doctor", "demo", "bench", "eval")
 _MEANT = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {
     "list": "chunks ls", "pull": "models pull", "query": "ask", "ingest": "precompute", "index": "precompute", "add": "precompute",
+    "status": "ps", "kill": "stop",
 }  # fmt: skip
 """Subcommands without their group, and other tools' names -> command."""
 RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}

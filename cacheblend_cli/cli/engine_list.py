@@ -20,7 +20,12 @@ _GRACE_S = 30.0  # of `serve`, for running answers
 
 @options.with_settings("store")
 def ps(settings: Settings, json: options.Json = False) -> None:
-    """List this user's engines that stay loaded, over any store: process, model, store, memory, and until when."""
+    """List this user's engines that stay loaded, over any store: those of `serve` and of keep_alive.
+
+    Lines of --json have pid, model, store, version, socket, memory_bytes and state: idle, busy, loading, ending, "not
+    responding" or "store gone". Of an engine that responds also idle_s, idle_exit_s (0: never), own (started by a
+    question), url, up_s, protocol and counts.
+    """
     output = Output(json=json)
     found = engines(settings, everywhere=True)
     for engine in found:
@@ -39,7 +44,10 @@ def stop(
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Stop the engines over this store, those of `serve` too. Running answers have 30 seconds to finish."""
+    """Stop the engines over this store, those of `serve` too. Running answers have 30 seconds to finish.
+
+    If none runs, it says so and exits with 0; serve --stop exits with 3.
+    """
     output = Output(json=json, quiet=quiet)
     try:
         stopped = stop_all(settings, _GRACE_S, everywhere=everywhere)

@@ -44,7 +44,9 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
     except InsecurePath as error:  # a link or a file of another user
         raise UsageError(f"{error.filename} {error.strerror}", "remove it") from error
     except OSError as error:
-        raise CacheBlendError(f"an engine cannot start: {error}", "free some space there") from error
+        raise UsageError(
+            f"an engine cannot start: {error.filename}: {error.strerror}", "free some space there"
+        ) from error
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:

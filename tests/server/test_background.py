@@ -158,6 +158,7 @@ def test_a_killed_engine_does_not_matter(cli: Cli, forked: None, monkeypatch: py
         assert os.waitstatus_to_exitcode(os.waitpid(told["pid"], 0)[1]) == -signal.SIGKILL
         assert ask_status(path) is None
         assert path.exists()
+        assert cli("ps").out == ""
         asked = cli(*ASK)
         assert (asked.code, f"process {told['pid']}" in asked.err) == (0, False), asked.err
         assert cli("chunks", "verify").code == 0

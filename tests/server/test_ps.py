@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ from forked import in_background
 
 from cacheblend_cli import registry, sockets
 from cacheblend_cli.client import Connection, EngineLost
+from cacheblend_cli.server import background
 from cacheblend_cli.server.background import ask_status, start_own
 from cacheblend_cli.server.binding import bind_unix
 from cacheblend_cli.settings import resolve
@@ -157,6 +159,15 @@ def test_a_process_that_took_an_engines_id_is_left_alone(cli: Cli, registered: s
     assert cli("stop", "--all").code == 0
     assert registered.poll() is None
     assert not file.exists()
+
+
+def test_a_disk_without_room_for_an_engines_files(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(background, "locked", full)
+    refused = cli("serve", "--background", "--port", "0")
+    assert (refused.code, "No space" in refused.err, str(Path("store0").absolute()) in refused.err) == (2, True, True)
 
 
 def test_an_engine_of_another_version_is_named(cli: Cli, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
