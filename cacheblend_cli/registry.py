@@ -4,7 +4,6 @@ numpy."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,7 +28,6 @@ class EngineRecord:
 
     pid: int
     process: str  # tells its process from a later one with the same id
-    since: float  # seconds since the epoch
     socket: str
     store: str
     model: str
@@ -57,7 +55,6 @@ def register(socket: Path, settings: Settings) -> Callable[[], None]:
     record = EngineRecord(
         os.getpid(),
         own,
-        round(time.time(), 3),
         str(socket),
         os.path.realpath(settings.store_path),
         PurePath(settings.model or default_model()).name,
@@ -76,7 +73,7 @@ def register(socket: Path, settings: Settings) -> Callable[[], None]:
 
 
 def records() -> list[EngineRecord]:
-    """Return the registered engines, oldest first. Removes files of engines that have ended."""
+    """Return the registered engines. Removes files of engines that have ended."""
     found = []
     with suppress(OSError, UsageError):
         make_folder(_folder())
@@ -87,7 +84,7 @@ def records() -> list[EngineRecord]:
                     found.append(record)
                 else:
                     path.unlink(missing_ok=True)
-    return sorted(found, key=lambda record: record.since)
+    return sorted(found, key=lambda record: record.pid)
 
 
 def registered_engines() -> list[Path]:

@@ -82,10 +82,10 @@ def _state(facts: dict[str, Any]) -> str:
     state = facts["state"]
     if state == "busy":
         state = f"answering {facts['running'] + facts['waiting']}"
-    elif state == "idle" and facts.get("missing"):
-        state = f"computing documents: {counted(facts['missing'], 'chunk')} left"
     elif state == "idle":
-        state = f"idle {format_seconds(facts['idle_s'])}"
+        is_computing = facts.get("computing", False)
+        state = "computing documents" if is_computing else f"idle {format_seconds(facts['idle_s'])}"
+        state += f", {counted(facts['missing'], 'chunk')} left" if facts.get("missing") else ""
     other = facts["version"] not in (None, __version__)
     return f"{state}, version {facts['version']}: not used" if other else state
 

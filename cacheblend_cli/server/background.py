@@ -90,9 +90,9 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
     raise CacheBlendError(f"the engine did not answer within {_START_S:.0f} seconds", f"see {log}")
 
 
-def ask_status(path: Path, reply_s: float = _REPLY_S) -> dict[str, Any] | None:
+def ask_status(path: Path, timeout_s: float = _REPLY_S) -> dict[str, Any] | None:
     """Return the status of the engine at a socket, None if none responds in time."""
-    connection = Connection.to(path, reply_s)
+    connection = Connection.to(path, timeout_s)
     if connection is None:
         return None
     with connection:
@@ -112,8 +112,8 @@ class RunningEngine:
     listens: bool
 
     @classmethod
-    def at(cls, path: Path, record: EngineRecord | None, reply_s: float) -> RunningEngine:
-        status = ask_status(path, reply_s)
+    def at(cls, path: Path, record: EngineRecord | None = None, timeout_s: float = _REPLY_S) -> RunningEngine:
+        status = ask_status(path, timeout_s)
         if status is not None and record is not None and record.pid != status["pid"]:  # of a later one at this path
             return cls(path, record, None, False)
         return cls(path, record, status, status is not None or Connection.is_open(path))
@@ -129,8 +129,10 @@ class RunningEngine:
             return "busy" if self.status["running"] + self.status["waiting"] else "idle"
         if self.record is not None and not self.listens:
             return "ending" if os.path.exists(self.record.store) else "store gone"
-        is_young = self.record is not None and time.time() - self.record.since < _START_S
-        return "loading" if is_young else "not responding"
+        with suppress(OSError):
+            if time.time() - self.socket.stat().st_mtime < _START_S:
+                return "loading"
+        return "not responding"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -152,31 +154,37 @@ class RunningEngine:
             raise CacheBlendError(f"the engine at {self.socket} does not respond", "try again when its model is loaded")
 
 
-def engines(settings: Settings, *, everywhere: bool, reply_s: float = _QUICK_S) -> list[RunningEngine]:
+def engines(settings: Settings, *, everywhere: bool, timeout_s: float = _QUICK_S) -> list[RunningEngine]:
     """Return the engines over the store of the settings; everywhere: and this user's other registered ones."""
     folder = folder_of(settings)
     places: list[tuple[Path, EngineRecord | None]] = [(Path(record.socket), record) for record in records()]
     places = [(path, record) for path, record in places if everywhere or path.parent == folder]
     known = {path for path, _ in places}
     places += [(path, None) for path in sockets_of(settings) if path not in known]
-    found = [RunningEngine.at(path, record, reply_s) for path, record in places]
+    found = [RunningEngine.at(path, record, timeout_s) for path, record in places]
     return [engine for engine in found if engine.record is not None or engine.listens]
 
 
 def running(settings: Settings) -> list[dict[str, Any]]:
     """Return the status of every engine over the store. Raises NotFoundError if none runs."""
-    found = [e.status for e in engines(settings, everywhere=False, reply_s=_REPLY_S) if e.status is not None]
+    found = [e.status for e in engines(settings, everywhere=False, timeout_s=_REPLY_S) if e.status is not None]
     if not found:
         raise _nothing_runs(settings)
     return found
 
 
 def stop_all(settings: Settings, grace_s: float, *, everywhere: bool = False) -> list[RunningEngine]:
-    """Stop every engine over the store, or everywhere of this user, and wait until its process has exited. grace_s:
-    time for running answers to finish. Raises NotFoundError if none runs, CacheBlendError if a process does not exit
-    within grace_s plus a margin."""
+    """Stop every engine over the store, or everywhere of this user. Raises NotFoundError if none runs, and errors of
+    `end`."""
     if not (found := engines(settings, everywhere=everywhere)):
         raise _nothing_runs(settings)
+    end(found, grace_s)
+    return found
+
+
+def end(found: Sequence[RunningEngine], grace_s: float) -> None:
+    """Stop engines and wait until their processes have exited. grace_s: time for running answers to finish. Raises
+    CacheBlendError if a process does not exit within grace_s plus a margin."""
     for engine in found:
         engine.stop()
     deadline = time.monotonic() + grace_s + _END_S
@@ -188,7 +196,6 @@ def stop_all(settings: Settings, grace_s: float, *, everywhere: bool = False) ->
                     f"wait for it, or kill it: kill -9 {pid}",
                 )
             time.sleep(_POLL_S)
-    return found
 
 
 def _nothing_runs(settings: Settings) -> NotFoundError:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +24,8 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.tier import SharedTier
 from checkpoints import write_checkpoint
 from command_line import Cli, cli_in
-from forked import Forked
 
+from cacheblend_cli.cli.main import run as run_command
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
@@ -174,5 +178,29 @@ def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines in the background are forks of this process."""
+    """Engines in the background are forks of this process, which has imported torch."""
     monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
+
+
+class Forked:
+    def __init__(self, command: list[str], *, stdin: int, stdout: Any, **_: Any) -> None:
+        self.pid, self.returncode = os.fork(), 0
+        if self.pid == 0:
+            code = 1
+            gc.freeze()  # what this process has left, such as event loops, would close files that are new here
+            try:
+                os.setsid()
+                null = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin
+                for number, end in enumerate(("r", "w", "w")):
+                    os.dup2(stdout.fileno() if number else null, number)
+                    setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
+                logging.getLogger().handlers.clear()  # pytest's, whose files are closed now
+                os.closerange(3, 1024)
+                code = run_command(command[4:])
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode if pid else None

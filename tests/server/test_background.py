@@ -17,7 +17,6 @@ import httpx
 import pytest
 from cacheblend_store import ChunkStore, StorePermission
 from command_line import ASK, PAGES, Cli, process
-from forked import in_background
 
 from cacheblend_cli.cli.units import parse_size
 from cacheblend_cli.errors import UsageError
@@ -45,6 +44,15 @@ def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pyte
     assert cli("serve", "--stop").code == 0
     assert cli("serve", "--status").code == cli("serve", "--stop").code == 3
     assert list(Path("new").glob("*.sock")) == []
+
+
+def in_background(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Status of the engine that `serve --background` starts."""
+    arguments = ("serve", "--background", "--port", "0", "--json")
+    monkeypatch.setattr(sys, "argv", ["cacheblend", *arguments])
+    started = cli(*arguments)
+    assert started.code == 0, started.err
+    return dict(json.loads(started.out))
 
 
 def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,18 +17,23 @@ from typing import Any
 import httpx
 import pytest
 from command_line import ASK, ROOT, Cli
-from forked import in_background
 
 from cacheblend_cli import registry, sockets
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.server import background
-from cacheblend_cli.server.background import ask_status, start_own
+from cacheblend_cli.server.background import RunningEngine, ask_status, start_own
 from cacheblend_cli.server.binding import bind_unix
 from cacheblend_cli.settings import resolve
 from cacheblend_cli.types import AskRequest
+from cacheblend_cli.version import __version__
 
 ENGINE = f"process {os.getpid()}"  # in the summary of what this process's engine answered
 RECORDS = Path("cacheblend-" + str(os.getuid())) / "engines"
+
+
+def started() -> int:
+    """Start the engine of the settings and return its process id."""
+    return int(background.start(resolve({}).settings, 3600, ["serve", "--port", "0"])["pid"])
 
 
 def listed(cli: Cli) -> dict[int, dict[str, Any]]:
@@ -38,11 +43,11 @@ def listed(cli: Cli) -> dict[int, dict[str, Any]]:
 
 def test_engines_over_two_stores(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("ps").out == cli("ps", "--json").out == ""
-    first = in_background(cli, monkeypatch)["pid"]
+    first = started()
     here = os.environ["CACHEBLEND_STORE"]
     monkeypatch.setenv("CACHEBLEND_STORE", "other")
     monkeypatch.setenv("CACHEBLEND_SYSTEM", "Be kind.")
-    second = in_background(cli, monkeypatch)["pid"]
+    second = started()
     found = listed(cli)
     assert {pid: Path(found[pid]["store"]).name for pid in (first, second)} == {first: "store0", second: "other"}
     facts = found[second]
@@ -61,7 +66,7 @@ def test_engines_over_two_stores(cli: Cli, forked: None, monkeypatch: pytest.Mon
     assert list((Path(os.environ["XDG_RUNTIME_DIR"]) / RECORDS).iterdir()) == []
 
 
-def test_an_engine_that_a_question_started_says_so(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_a_question_started_says_so(cli: Cli, forked: None) -> None:
     start_own(resolve({}).settings, 90, [])
     [facts] = listed(cli).values()
     assert (facts["own"], facts["idle_exit_s"]) == (True, 90)
@@ -89,11 +94,9 @@ def test_an_engine_outlives_the_terminal_it_was_started_in(cli: Cli, monkeypatch
 
 
 @pytest.mark.parametrize("what", ["moved", "removed", "replaced", "moved and replaced"])
-def test_a_store_that_goes_away_ends_its_engine(
-    cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_store_that_goes_away_ends_its_engine(cli: Cli, forked: None, what: str) -> None:
     """And nothing is answered from the store that is at its path now."""
-    pid, store = in_background(cli, monkeypatch)["pid"], Path("store0")
+    pid, store = started(), Path("store0")
     Path("new").mkdir()
     Path("new/page.md").write_text("the lead of billing is Otto and he works in Oslo\n")
     assert cli("precompute", "new", "-q", "--store", "other").code == 0
@@ -177,6 +180,37 @@ def test_an_engine_of_another_version_is_named(cli: Cli, server: Any, monkeypatc
     monkeypatch.setattr("cacheblend_cli.server.warm_socket.__version__", "0.0.1")
     assert ENGINE not in cli(*ASK).last
     assert "version 0.0.1" in cli("ps").out
+
+
+STATUS = {
+    "pid": 7,
+    "model": "m",
+    "store": "/s",
+    "memory_bytes": 1 << 20,
+    "version": __version__,
+    "running": 0,
+    "waiting": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [
+        ({"idle_s": 42, "idle_exit_s": 300}, ("idle 42 s", "in 4.3 min")),
+        ({"idle_s": 42, "idle_exit_s": 0}, ("idle 42 s", "stopped")),
+        ({"idle_s": 0, "idle_exit_s": 300, "running": 2, "waiting": 1}, ("answering 3", "in 5.0 min")),
+        ({"idle_s": 9, "idle_exit_s": 9, "computing": True, "missing": 31}, ("computing documents, 31 chunks left",)),
+        ({"idle_s": 9, "version": "0.2.15.dev"}, ("idle 9.0 s, version 0.2.15.dev: not used",)),
+        (None, ("not responding",)),
+    ],
+)
+def test_what_an_engine_does(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, status: dict[str, Any] | None, shown: tuple[str, ...]
+) -> None:
+    engine = RunningEngine(Path("/s/x.sock"), None, status and STATUS | status, True)
+    monkeypatch.setattr("cacheblend_cli.cli.engine_list.engines", lambda settings, everywhere: [engine])
+    row = cli("ps").out.splitlines()[1]
+    assert all(text in row for text in shown), row
 
 
 @pytest.mark.parametrize("broken", ["a file", "a link"])
