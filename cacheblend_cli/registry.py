@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import msgspec
@@ -39,7 +39,7 @@ class EngineRecord:
 
 
 def process_of(pid: int) -> str:
-    """Return the boot and the time of it at which a process began; "" if it has ended, or the system has no /proc."""
+    """Return the boot and start time of a process; "" if it has ended, or on a system without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -51,19 +51,13 @@ def process_of(pid: int) -> str:
 def register(socket: Path, settings: Settings) -> Callable[[], None]:
     """Register this process as the engine that listens at a socket. Return a function that undoes it. Where nothing can
     be written, the engine is not registered: it is found beside its store only."""
-    path, own = _folder() / f"{os.getpid()}.json", process_of(os.getpid())
-    record = EngineRecord(
-        os.getpid(),
-        own,
-        str(socket),
-        os.path.realpath(settings.store_path),
-        PurePath(settings.model or default_model()).name,
-        __version__,
-    )
-    if own:
+    pid, store, model = os.getpid(), os.path.realpath(settings.store_path), settings.model or default_model()
+    record = EngineRecord(pid, process_of(pid), str(socket), store, PurePath(model).name, __version__)
+    path = _folder() / f"{pid}.json"
+    if record.process:
         with suppress(OSError, UsageError):
             make_folder(path.parent)
-            private_files.replace(path, msgspec.json.encode(asdict(record)))
+            private_files.replace(path, msgspec.json.encode(record))
 
     def remove() -> None:
         with suppress(OSError):

@@ -52,30 +52,20 @@ def stop(
     try:
         stopped = stop_all(settings, _GRACE_S, everywhere=everywhere)
     except NotFoundError as error:
-        others = 0 if everywhere else len(engines(settings, everywhere=True))
-        note = "no engine is running" if everywhere else error.message
-        output.note(f"{note}; over other stores: {others} (cacheblend stop --all)" if others else note)
+        others = f"; over other stores: {count}" if (count := len(engines(settings, everywhere=True))) else ""
+        output.note(f"{error.message}{others} (cacheblend stop --all)" if others else "no engine is running")
         return
     for engine in stopped:
         facts = {name: engine.facts[name] for name in ("pid", "model", "store")}
-        output.result({**facts, "stopped": True}, f"stopped {_name(engine.facts)} (process {engine.pid})")
-
-
-def _name(facts: dict[str, Any]) -> str:
-    return f"{facts['model']} over {shown(facts['store'])}" if facts["store"] else str(facts["model"])
+        text = f"stopped {facts['model']} over {shown(facts['store'] or 'a store')} (process {facts['pid']})"
+        output.result({**facts, "stopped": True}, text)
 
 
 def _row(engine: RunningEngine) -> list[str]:
     facts = engine.facts
     memory = "" if facts["memory_bytes"] is None else format_size(facts["memory_bytes"])
-    return [
-        str(facts["pid"] or ""),
-        facts["model"] or "",
-        shown(facts["store"] or ""),
-        memory,
-        _state(facts),
-        _until(facts),
-    ]
+    pid, model, store = (str(facts[name] or "") for name in ("pid", "model", "store"))
+    return [pid, model, shown(store), memory, _state(facts), _until(facts)]
 
 
 def _state(facts: dict[str, Any]) -> str:

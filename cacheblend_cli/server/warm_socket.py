@@ -36,14 +36,12 @@ from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Pie
 from cacheblend_cli.version import __version__
 
 Record = dict[str, Any]
-
-
 _ALWAYS = ("/engine/status", "/engine/stop")
 
 
 class WarmSocket:
-    """HTTP application of the socket. file: of the bound socket, in its place only while the store is in its own. url:
-    public address, for --status. on_stop: callback that stops the server. idle_exit_s: 0 for never."""
+    """HTTP application of the socket. file: of the bound socket, in its place as long as the store is. url: public
+    address, for --status. on_stop: callback that stops the server. idle_exit_s: 0 for never."""
 
     def __init__(self, state: ServerState, bound: socket, file: SocketFile, url: str) -> None:
         self._state, self.socket, self._file, self._url = state, bound, file, url
@@ -57,8 +55,8 @@ class WarmSocket:
         self.idle_exit_s = 0.0
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. Who connects through a socket that was moved with its store means another store than that
-        at this engine's path."""
+        """Answer a request, unless the socket was moved with its store: then the client means that store, and this
+        engine reads what is at the store's path now."""
         is_meant = self.is_in_place or scope["path"] in _ALWAYS
         await (self._routes if is_meant else Response(status_code=503))(scope, receive, send)
 

@@ -225,6 +225,13 @@ def test_an_address_is_taken_while_the_model_loads(tmp_path: Path) -> None:
             bind_unix(tmp_path / "s.sock")
 
 
+def test_an_address_is_taken_before_torch_is_imported(cli: Cli) -> None:
+    """Commands find an engine that is starting, and wait for it instead of loading the model, too."""
+    seen = "lambda *_: sys.exit(print([m for m in ('torch', 'numpy', 'uvicorn') if m in sys.modules]))"
+    begun = process("serve", code=f"from cacheblend_cli.cli import serve; serve._bind = {seen}; run(sys.argv[1:])")
+    assert begun.out == "[]\n", begun.err
+
+
 def test_a_server_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     with bind_unix(path):

@@ -62,7 +62,7 @@ def nobody_else(store: Path, timeout: float) -> Iterator[None]:
         if not _wait(handle, fcntl.LOCK_EX, timeout):
             raise StoreLocked(
                 f"the store at {store} is open in {_holders(store / OPEN)}",
-                "end them (cacheblend stop), then try again",
+                "end them (engines: cacheblend stop), then try again",
             )
         yield
     finally:
