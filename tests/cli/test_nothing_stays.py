@@ -37,6 +37,8 @@ def test_commands_of_a_script_and_of_ci(tmp_path: Path, monkeypatch: pytest.Monk
         "PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("", "documents", "store", "kernels"))
     )
     monkeypatch.setenv("CACHEBLEND_MAX_TOKENS", "4")
+    for name in ("CACHEBLEND_KEEP_ALIVE", "CI"):
+        monkeypatch.delenv(name, raising=False)
     Path("docs").mkdir()
     Path("docs/page.md").write_text(PAGES[0])
     with subprocess.Popen(["sleep", "60"]) as other:
