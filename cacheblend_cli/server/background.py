@@ -150,6 +150,9 @@ class RunningEngine:
         if self.record is not None and self.record.is_alive:
             with suppress(ProcessLookupError):
                 os.kill(self.record.pid, signal.SIGTERM)
+            if self.state == "loading":  # what it leaves must not look like a start that failed
+                for suffix in (".sock", ".log"):
+                    self.socket.with_suffix(suffix).unlink(missing_ok=True)
         elif self.pid is None:
             raise CacheBlendError(f"the engine at {self.socket} does not respond", "try again when its model is loaded")
 

@@ -146,12 +146,16 @@ def registered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess
 
 
 def test_an_engine_that_loads_is_listed_and_stopped(cli: Cli, registered: subprocess.Popen[bytes]) -> None:
-    with bind_unix(sockets.socket_of(resolve({}).settings)):
+    path = sockets.socket_of(resolve({}).settings)
+    log = path.with_suffix(".log")
+    with bind_unix(path):
         facts = listed(cli)[registered.pid]
         assert (facts["state"], facts["model"], Path(facts["store"]).name) == ("loading", "tiny", "store0")
         assert cli("search", "billing").code == 0  # does not wait for it
+        log.touch()
         assert cli("stop").code == 0
     assert registered.poll() is not None
+    assert [path.exists(), log.exists()] == [False, False]
     assert listed(cli) == {}
 
 
