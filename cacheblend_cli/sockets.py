@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_store import private_files
@@ -53,6 +54,27 @@ def folder_of(settings: Settings) -> Path:
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     fits = len(os.fsencode(own)) + len(name) + len(_NAME) + 36 <= _LONGEST
     return (own if fits else Path("/tmp")) / _own_name() / name
+
+
+def register(path: Path) -> Path:
+    """Record the socket of a running engine for `registered_engines`. Return the record, which the engine removes."""
+    record = _registry() / hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
+    with suppress(OSError):
+        private_files.replace(record, os.fsencode(path))
+    return record
+
+
+def registered_engines() -> list[Path]:
+    """Return the sockets of this user's engines over all stores, including engines that were killed."""
+    found = []
+    for record in sorted(_registry().glob("*")):
+        with suppress(OSError):
+            found.append(Path(os.fsdecode(private_files.read_bytes(record, _LONGEST))))
+    return found
+
+
+def _registry() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / _own_name() / "engines"
 
 
 def make_folder(folder: Path) -> None:

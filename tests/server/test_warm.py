@@ -22,7 +22,7 @@ from cacheblend_cli import client, sockets
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.background import ask_status
-from cacheblend_cli.server.http_server import bind_tcp, bind_unix, remover
+from cacheblend_cli.server.binding import bind_tcp, bind_unix, remover
 from cacheblend_cli.settings import Settings, resolve
 from cacheblend_cli.types import AskRequest
 
