@@ -7,10 +7,10 @@ from typing import TypeGuard
 
 from cacheblend_store import ChunkManifest, ChunkStore, StoreReader
 
-from cacheblend_cli.cancellation import Cancelled
+from cacheblend_cli.cancellation import Cancelled, Check
 from cacheblend_cli.collect.collect_lock import collecting_alone
 from cacheblend_cli.collect.collector import Collector, planned_of
-from cacheblend_cli.collect.prefill import Check, pack_tokens
+from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.prompt.collection import Collection
 
 

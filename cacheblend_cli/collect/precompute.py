@@ -20,7 +20,6 @@ from cacheblend_cli.collect.difference import Difference, compare, estimate_seco
 from cacheblend_cli.collect.document_records import StoredDocument, rename_documents, stored_documents
 from cacheblend_cli.collect.events import Incomplete, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, Planner
-from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.storing import PlanStorage
@@ -112,8 +111,7 @@ def precompute(
         _estimate(difference, on_event)
         return report
     start += _confirm(difference, confirm, on_event)
-    long_run = _LONG_PACKS * pack_tokens(collection.model.decoder.device)
-    if options.cluster is None and difference.computed_tokens >= long_run:
+    if options.cluster is None and _is_long(difference, collection):
         _estimate(difference, on_event)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
     run = PlanStorage(planner, store, room, on_event, report, cluster=options.cluster, force=options.force)
@@ -166,6 +164,14 @@ def _count_planned(report: PrecomputeReport, diff: CorpusDiff, plan: Sequence[Pa
 def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
     stored = (version.omissions for version in diff.versions(file.source) if version.content_digest == file.digest)
     return Incomplete(shown(file.source), file.omissions, is_news=file.omissions not in stored)
+
+
+def _is_long(difference: Difference, collection: Collection) -> bool:
+    if not difference.computed_tokens:
+        return False
+    from cacheblend_cli.collect.prefill import pack_tokens  # imports torch
+
+    return difference.computed_tokens >= _LONG_PACKS * pack_tokens(collection.decoder.device)
 
 
 def _estimate(difference: Difference, on_event: OnEvent) -> None:

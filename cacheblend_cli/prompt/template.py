@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cached_property
 from itertools import chain, count, zip_longest
+from typing import NamedTuple
 
+import msgspec
+
+from cacheblend_cli import user_cache
 from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.template_process import Rendered
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags, find_tags
 from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.version import __version__
 
 _ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and other formats escape
 CHANNEL = "<|channel|>"  # gpt-oss uses channels instead of tags: see `engine/core/detokenizer.py: Channels`
@@ -116,13 +122,39 @@ def _first_difference(a: str, b: str) -> tuple[str, str]:
     return a[around], b[around]
 
 
+class _Split(NamedTuple):
+    """A rendered template, split at the sentinels. It depends on the date if has_date."""
+
+    prefix_ids: tuple[int, ...]
+    before_chunks: str
+    before_question: str
+    after_question: str
+    has_date: bool
+
+
 def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
-    """Render the chat template with sentinels, and split it at these.
+    """Render the chat template with sentinels, and split it at these. The result is kept in the user's cache.
 
     wording: None for the default. day: date to print, by default today; the time is midnight. Raises UsageError if the
     template drops, repeats or escapes the user's message or the system prompt, or does not know a variable.
     """
     wording, day = wording or Wording(), day or date.today()
+    identity = __version__, *tokenizer.identity, wording.to_dict()
+    places = {
+        has_date: user_cache.place("templates", *identity, day if has_date else None) for has_date in (False, True)
+    }
+    for has_date, place in places.items():
+        with suppress(ValueError):
+            found = msgspec.json.decode(user_cache.recall(place), type=_Split)
+            if found.has_date == has_date:
+                break
+    else:
+        found = _split(tokenizer, wording, day)
+        user_cache.keep(places[found.has_date], msgspec.json.encode(found).decode())
+    return PromptTemplate(tokenizer, wording, *found[:-1], day=day if found.has_date else None)
+
+
+def _split(tokenizer: Tokenizer, wording: Wording, day: date) -> _Split:
     marks = Marks(wording)
     question = marks.turn(0)
     rendered = _render(tokenizer, wording, day, marks, [question])
@@ -134,8 +166,7 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
         )
     prefix, rest = rendered.text.split(marks.chunks)
     before, after = rest.split(question)
-    prefix_ids, day_in_prefix = tuple(tokenizer.encode_template(prefix)), day if rendered.has_date else None
-    return PromptTemplate(tokenizer, wording, prefix_ids, prefix, before, after, day_in_prefix)
+    return _Split(tuple(tokenizer.encode_template(prefix)), prefix, before, after, rendered.has_date)
 
 
 class Marks:

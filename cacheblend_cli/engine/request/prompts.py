@@ -12,7 +12,7 @@ from cacheblend_store.format.blobs import CODECS, REMOVED
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.errors import PromptTooLong
-from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.description import ModelDescription
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import kept_day
@@ -29,8 +29,9 @@ class Prompts:
     """Templates and collections that requests are resolved with. Thread-safe: results depend on the arguments only,
     including the date that a template prints."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: ModelDescription, config: EngineConfig) -> None:
+        self.model: ModelDescription = model
+        self.config = config
         wording = Wording.of(model.path, config.prompt, config.system, config.template_var)
         self.template = split_template(model.tokenizer, wording)
         self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings and dates
