@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
 
 T = TypeVar("T")
 
@@ -231,6 +232,17 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     engine = Engine.load(config, progress=output.status, notice=output.note, **cutting)
     engine.when_lost(partial(_exit_on_lost_rank, output, engine))
     return engine
+
+
+def engine_for_documents(settings: Settings, output: Output) -> Engine | UnloadedEngine:
+    """Return an engine that is loaded when something is computed, if its model is known before. Raises like
+    `load_engine`."""
+    from cacheblend_cli.engine.unloaded import UnloadedEngine, can_wait
+
+    config = engine_config(settings)
+    if not can_wait(config):
+        return load_engine(settings, output)
+    return UnloadedEngine(config, partial(load_engine, settings, output), output.note)
 
 
 def model_note(resolved: Resolved) -> str:
