@@ -234,15 +234,17 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     return engine
 
 
-def engine_for_documents(settings: Settings, output: Output) -> Engine | UnloadedEngine:
+def engine_for_documents(settings: Settings, output: Output, on_loaded: Callable[[], None]) -> Engine | UnloadedEngine:
     """Return an engine that is loaded when something is computed, if its model is known before. Raises like
     `load_engine`."""
-    from cacheblend_cli.engine.unloaded import UnloadedEngine, can_wait
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
 
-    config = engine_config(settings)
-    if not can_wait(config):
-        return load_engine(settings, output)
-    return UnloadedEngine(config, partial(load_engine, settings, output), output.note)
+    def load() -> Engine:
+        engine = load_engine(settings, output)
+        on_loaded()
+        return engine
+
+    return UnloadedEngine.of(engine_config(settings), load, output.note) or load()
 
 
 def model_note(resolved: Resolved) -> str:

@@ -140,7 +140,8 @@ def precompute(
     listed = folders.read_list(files_from, paths)
     skipped_files = folders.SkippedFiles(output, verbose=verbose)
     folders.check_files(paths or (), listed, select, settings, skipped_files)
-    engine = options.engine_for_documents(settings, output)
+    remember = (lambda: None) if dry_run else partial(remember_model, resolved)
+    engine = options.engine_for_documents(settings, output, remember)
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
 
@@ -150,8 +151,6 @@ def precompute(
         remembered, missing = remembered_paths(engine, settings, output)
         chosen = Paths(remembered)
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
-    if not dry_run:
-        remember_model(resolved)
     hint = "what was stored is kept; run the command again to continue"
     with nullcontext() if dry_run else on_interrupt(hint):
         with (
@@ -176,6 +175,7 @@ def precompute(
             report = engine.precompute(
                 kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes), confirm_removal
             )
+            remember()
             view.close()
             if kv_store is not None:
                 finish(kv_store, output)
@@ -400,9 +400,7 @@ def _note_ratio(engine: StoredDocuments, num_chunks: int, output: Output) -> Non
     if model.spec.recurrent or num_chunks <= LEAST_PROMPTS:
         return
     if not read_profiles(profile_file(model.fingerprints["float32"])):
-        output.note(
-            f"to measure which ratio {model.name} needs: cacheblend models check {model.name} --ratio-only"
-        )
+        output.note(f"to measure which ratio {model.name} needs: cacheblend models check {model.name} --ratio-only")
 
 
 def _warn_hidden(names: list[str], output: Output) -> None:

@@ -17,6 +17,7 @@ from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.named import default_model
+from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ _GPUS = ("nvidia[0-9]*", "nvhost*", "nvmap", "kfd", "dxg")
 class UnloadedEngine(StoredDocuments):
     """Stores documents, and loads the engine when something is computed."""
 
-    def __init__(self, config: EngineConfig, load: Callable[[], Engine], say: Callable[[str], None]) -> None:
-        """say: called when a GGUF file is read for the first time. Raises errors of the model's files, as far as these
-        are read; `load` raises the others."""
-        self._load, name = load, config.model or default_model()
-        path = resolve_model(name, say)
-        spec = read_spec(path)
+    def __init__(
+        self, config: EngineConfig, name: str, path: Path, spec: ModelSpec, load: Callable[[], Engine]
+    ) -> None:
+        self._load = load
         checkpoint_files(path)  # reports another format before a missing tokenizer
         lora = Path(config.lora).expanduser() if config.lora else None
-        self.model = describe(
+        model = describe(
             spec,
             path,
             name,
@@ -48,24 +47,31 @@ class UnloadedEngine(StoredDocuments):
             adapter_digest(lora) if lora else "",
             lambda: self.loaded.model,
         )
-        self.prompts = Prompts(self.model, config)
+        self.prompts = Prompts(model, config)
+
+    @classmethod
+    def of(cls, config: EngineConfig, load: Callable[[], Engine], say: Callable[[str], None]) -> UnloadedEngine | None:
+        """Return the engine; None if its model is known only when it is loaded: on a GPU, whose dtypes only torch
+        knows, on several ranks, and with layers of transformers.
+
+        say: called when a GGUF file is read for the first time. Raises errors of the model's files, as far as these are
+        read without weights; `load` raises the others.
+        """
+        if num_ranks(config.tensor_parallel) > 1 or not _is_cpu(config.device):
+            return None
+        name = config.model or default_model()
+        path = resolve_model(name, say)
+        spec = read_spec(path)
+        return None if spec.generic else cls(config, name, path, spec, load)
 
     @cached_property
     def loaded(self) -> Engine:
         """The engine, loaded on first use. Raises UsageError if the model's files were changed meanwhile."""
-        engine, own = self._load(), self.model
+        engine, own = self._load(), self.prompts.model
         there = engine.model
         if (there.fingerprint, there.tokenizer.identity) != (own.fingerprint, own.tokenizer.identity):
             raise UsageError(f"the files of {own.name} were changed while they were read", "run the command again")
         return engine
-
-
-def can_wait(config: EngineConfig) -> bool:
-    """Return whether the model of this configuration is known before it is loaded: not on a GPU, whose dtypes only
-    torch knows, nor for a model on several ranks, or with layers of transformers."""
-    if num_ranks(config.tensor_parallel) > 1 or not _is_cpu(config.device):
-        return False
-    return not read_spec(resolve_model(config.model or default_model())).generic
 
 
 def _is_cpu(device: str) -> bool:
