@@ -206,8 +206,7 @@ class Cluster(Protocol):
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:
     """Return the prefix of the prompt as a separate chunk."""
-    ids = collection.prefix_ids
-    text = collection.model.tokenizer.decode(ids, skip_special_tokens=False)
+    ids, text = collection.prefix_ids, collection.template.prefix_text
     return PlannedChunk(collection.prefix_key, PREFIX_SOURCE, Chunk(0, text, ids, 0, len(text)), (), "prefix")
 
 

@@ -31,6 +31,7 @@ class PromptTemplate:
     tokenizer: Tokenizer
     wording: Wording
     prefix_ids: tuple[int, ...]
+    prefix_text: str  # of the ids
     before_chunks: str
     before_question: str
     after_question: str
@@ -126,6 +127,7 @@ class _Split(NamedTuple):
     """A rendered template, split at the sentinels. It depends on the date if has_date."""
 
     prefix_ids: tuple[int, ...]
+    prefix_text: str
     before_chunks: str
     before_question: str
     after_question: str
@@ -166,7 +168,8 @@ def _split(tokenizer: Tokenizer, wording: Wording, day: date) -> _Split:
         )
     prefix, rest = rendered.text.split(marks.chunks)
     before, after = rest.split(question)
-    return _Split(tuple(tokenizer.encode_template(prefix)), prefix, before, after, rendered.has_date)
+    ids = tuple(tokenizer.encode_template(prefix))
+    return _Split(ids, tokenizer.decode(ids, False), prefix, before, after, rendered.has_date)
 
 
 class Marks:

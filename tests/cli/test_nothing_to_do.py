@@ -33,6 +33,7 @@ def test_without_changes_neither_torch_nor_a_tokenizer_is_loaded(cli: Cli, docs:
     assert f"{len(stored)} unchanged" in light()
     assert light("docs", "--json").count('"status": "unchanged"') == len(stored)
     assert "0 tokens to compute" in light("docs", "--dry-run")
+    assert f"{len(stored)} unchanged" in light("docs", "--max-size", "1GB")
     (docs / "beta.md").unlink()
     light("docs")
     assert "beta" not in cli("chunks", "ls").out
