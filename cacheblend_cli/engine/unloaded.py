@@ -42,7 +42,7 @@ class UnloadedEngine(StoredDocuments):
             name,
             resolve_dtype(config.dtype, "cpu", spec, path),
             config.weight_dtype,
-            Tokenizer(path, spec.vocab_size),
+            Tokenizer(path, spec.vocab_size, lazy=True),
             lora,
             adapter_digest(lora) if lora else "",
             lambda: self.loaded.model,

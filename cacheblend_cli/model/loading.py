@@ -93,7 +93,7 @@ def load_model(
     compute_dtype = _TORCH_DTYPES[dtype := resolve_dtype(precision.dtype, device.type, spec, path)]
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
-    tokenizer, generation = Tokenizer(path, spec.vocab_size).read(), read_object(path / "generation_config.json")
+    tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
     kernels = _kernels(attention_backend, device, spec)
     if device.type == "cuda":
         make_current(device)

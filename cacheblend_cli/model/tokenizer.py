@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import tokenizers
 
@@ -75,12 +75,12 @@ class _Stages:
 
 
 class Tokenizer:
-    """A HF fast tokenizer. Text of documents and questions never yields a control token; text of the template may.
-    tokenizer.json is digested at once, and parsed on first use: that takes a second for a vocabulary of 262,144."""
+    """A HF fast tokenizer. Text of documents and questions never yields a control token; text of the template may."""
 
-    def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
+    def __init__(self, model_dir: Path, num_embeddings: int | None = None, *, lazy: bool = False) -> None:
         """num_embeddings: the model's. A tokenizer may have more tokens (such as an added padding token); text that
-        needs such a token is refused."""
+        needs such a token is refused. lazy: parse tokenizer.json on first use, which takes a second for a vocabulary of
+        262,144."""
         path = model_dir / "tokenizer.json"
         if not is_there(path):
             raise NotFoundError(
@@ -91,15 +91,12 @@ class Tokenizer:
             self.config |= read_object(model_dir / "special_tokens_map.json")
         self.template_source = self._find_template(model_dir)
         self._path, self._given_embeddings = path, num_embeddings
+        if self.has_template and not lazy:
+            template_process.warm_up()
         self._content = read_bytes(path, LARGE_BYTES)
         self.fingerprint = hashlib.blake2b(self._content, digest_size=16).hexdigest()
-
-    def read(self) -> Self:
-        """Parse tokenizer.json now, while the process that renders templates starts. Raises UsageError."""
-        if self.has_template:
-            template_process.warm_up()
-        assert self._stages is not None
-        return self
+        if not lazy:
+            _ = self._stages
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -109,8 +106,9 @@ class Tokenizer:
 
     @cached_property
     def _stages(self) -> _Stages:
+        raw = text_of(self._path, self._content)
         with checked(lambda error: UsageError(f"{self._path} is not a readable tokenizer: {error}", AGAIN)):
-            stages = _Stages.of(text_of(self._path, self._content), self.template_source or "")
+            stages = _Stages.of(raw, self.template_source or "")
         self._content = b""
         return stages
 
