@@ -18,10 +18,6 @@ def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
     return int(head_dim * (share or 1))
 
 
-def is_length_dependent(rope: Mapping[str, Any]) -> bool:
-    return str(rope["rope_type"]) in LENGTH_DEPENDENT
-
-
 def original_length(rope: Mapping[str, Any], max_positions: int) -> int:
     """Return the longest prompt with the frequencies of short ones. max_positions: the model's."""
     return int(rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else max_positions)
@@ -233,9 +229,9 @@ class ModelSpec:
     @property
     def rope_switches_at(self) -> int | None:
         """Number of tokens up to which the frequencies of RoPE are the same; None: always."""
-        ropes = filter(None, map(self.rope_of, range(self.num_layers)))
-        lengths = (original_length(rope, self.max_position_embeddings) for rope in ropes if is_length_dependent(rope))
-        return min(lengths, default=None)
+        ropes = [rope for layer in range(self.num_layers) if (rope := self.rope_of(layer)) is not None]
+        changing = [rope for rope in ropes if rope["rope_type"] in LENGTH_DEPENDENT]
+        return min((original_length(rope, self.max_position_embeddings) for rope in changing), default=None)
 
     @property
     def rotated_dim(self) -> int:

@@ -123,40 +123,38 @@ def _first_difference(a: str, b: str) -> tuple[str, str]:
     return a[around], b[around]
 
 
-class _Split(NamedTuple):
-    """A rendered template, split at the sentinels. It depends on the date if has_date."""
+class _Kept(NamedTuple):
+    """A PromptTemplate without tokenizer and wording."""
 
     prefix_ids: tuple[int, ...]
     prefix_text: str
     before_chunks: str
     before_question: str
     after_question: str
-    has_date: bool
+    day: date | None
+
+
+def kept_template(tokenizer: Tokenizer, wording: Wording, day: date | None = None) -> PromptTemplate:
+    """Return `split_template`, from the user's cache if it is there. It then needs no vocabulary."""
+    day = day or date.today()
+    identity = __version__, *tokenizer.identity, wording.to_dict()
+    for printed in (None, day):
+        with suppress(ValueError):
+            kept = msgspec.json.decode(user_cache.recall(user_cache.place("templates", *identity, printed)), type=_Kept)
+            return PromptTemplate(tokenizer, wording, *kept)
+    template = split_template(tokenizer, wording, day)
+    kept = _Kept(*(getattr(template, name) for name in _Kept._fields))
+    user_cache.keep(user_cache.place("templates", *identity, template.day), msgspec.json.encode(kept).decode())
+    return template
 
 
 def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
-    """Render the chat template with sentinels, and split it at these. The result is kept in the user's cache.
+    """Render the chat template with sentinels, and split it at these.
 
     wording: None for the default. day: date to print, by default today; the time is midnight. Raises UsageError if the
     template drops, repeats or escapes the user's message or the system prompt, or does not know a variable.
     """
     wording, day = wording or Wording(), day or date.today()
-    identity = __version__, *tokenizer.identity, wording.to_dict()
-    places = {
-        has_date: user_cache.place("templates", *identity, day if has_date else None) for has_date in (False, True)
-    }
-    for has_date, place in places.items():
-        with suppress(ValueError):
-            found = msgspec.json.decode(user_cache.recall(place), type=_Split)
-            if found.has_date == has_date:
-                break
-    else:
-        found = _split(tokenizer, wording, day)
-        user_cache.keep(places[found.has_date], msgspec.json.encode(found).decode())
-    return PromptTemplate(tokenizer, wording, *found[:-1], day=day if found.has_date else None)
-
-
-def _split(tokenizer: Tokenizer, wording: Wording, day: date) -> _Split:
     marks = Marks(wording)
     question = marks.turn(0)
     rendered = _render(tokenizer, wording, day, marks, [question])
@@ -168,8 +166,8 @@ def _split(tokenizer: Tokenizer, wording: Wording, day: date) -> _Split:
         )
     prefix, rest = rendered.text.split(marks.chunks)
     before, after = rest.split(question)
-    ids = tuple(tokenizer.encode_template(prefix))
-    return _Split(ids, tokenizer.decode(ids, False), prefix, before, after, rendered.has_date)
+    ids, day_in_prefix = tuple(tokenizer.encode_template(prefix)), day if rendered.has_date else None
+    return PromptTemplate(tokenizer, wording, ids, tokenizer.decode(ids, False), prefix, before, after, day_in_prefix)
 
 
 class Marks:

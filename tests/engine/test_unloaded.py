@@ -23,7 +23,7 @@ from cacheblend_cli.model.description import DTYPES
 
 
 def unloaded(**settings: Any) -> UnloadedEngine | None:
-    config = EngineConfig(device="cpu", **settings)
+    config = EngineConfig(**{"device": "cpu", **settings})
     return UnloadedEngine.of(config, lambda: Engine.load(config), lambda text: None)
 
 
@@ -85,6 +85,7 @@ def test_models_that_are_known_only_when_they_are_loaded(tmp_path: Path) -> None
     hub_generic.RUN[0].write(tmp_path / "generic")
     assert unloaded(model=str(tmp_path / "generic")) is None
     assert unloaded(model="handbook", tensor_parallel=2) is None
+    assert unloaded(model="handbook", device="cuda") is None
 
 
 def test_a_model_that_is_replaced_before_it_is_loaded_is_refused(tmp_path: Path) -> None:
