@@ -11,6 +11,7 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tokenizers
 
@@ -74,6 +75,10 @@ class _Stages:
         )
 
 
+_STAGES = WeakValueDictionary[tuple[str, str], _Stages]()
+"""Parsed tokenizers, shared by a model that was described and is loaded then."""
+
+
 class Tokenizer:
     """A HF fast tokenizer. Text of documents and questions never yields a control token; text of the template may."""
 
@@ -106,9 +111,11 @@ class Tokenizer:
 
     @cached_property
     def _stages(self) -> _Stages:
-        raw = text_of(self._path, self._content)
-        with checked(lambda error: UsageError(f"{self._path} is not a readable tokenizer: {error}", AGAIN)):
-            stages = _Stages.of(raw, self.template_source or "")
+        identity = self.fingerprint, self.template_source or ""
+        if (stages := _STAGES.get(identity)) is None:
+            raw = text_of(self._path, self._content)
+            with checked(lambda error: UsageError(f"{self._path} is not a readable tokenizer: {error}", AGAIN)):
+                stages = _STAGES[identity] = _Stages.of(raw, self.template_source or "")
         self._content = b""
         return stages
 
