@@ -111,8 +111,10 @@ def precompute(
         _estimate(difference, on_event)
         return report
     start += _confirm(difference, confirm, on_event)
-    if options.cluster is None and _is_long(difference, collection):
-        _estimate(difference, on_event)
+    if options.cluster is None and difference.computed_tokens:
+        start += _load(collection)
+        if _is_long(difference, collection):
+            _estimate(difference, on_event)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
     run = PlanStorage(planner, store, room, on_event, report, cluster=options.cluster, force=options.force)
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
@@ -166,9 +168,14 @@ def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
     return Incomplete(shown(file.source), file.omissions, is_news=file.omissions not in stored)
 
 
+def _load(collection: Collection) -> float:
+    """Load the model before anything is stored. Return the seconds that it took."""
+    start = time.perf_counter()
+    _ = collection.decoder
+    return time.perf_counter() - start
+
+
 def _is_long(difference: Difference, collection: Collection) -> bool:
-    if not difference.computed_tokens:
-        return False
     from cacheblend_cli.collect.prefill import pack_tokens  # imports torch
 
     return difference.computed_tokens >= _LONG_PACKS * pack_tokens(collection.decoder.device)
