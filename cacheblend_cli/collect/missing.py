@@ -83,7 +83,7 @@ class MissingChunks:
     def _store_all(self, batch: Sequence[ChunkManifest]) -> int:
         stored = 0
         collector = self._collectors[batch[0].collection]
-        collector.collection.model.check_files()
+        collector.collection.model.loaded.check_files()
         planned = [planned_of(manifest) for manifest in batch]
         try:
             for done in collector.store(planned, fetch=False, every_s=0.0):
@@ -114,7 +114,7 @@ class MissingChunks:
                 if state.max_bytes and num_bytes > room:
                     queue.pop(key, None)
                     continue
-                if batch and not _goes_with(batch, manifest, pack_tokens(collection.model.decoder.device)):
+                if batch and not _goes_with(batch, manifest, pack_tokens(collection.decoder.device)):
                     break
                 batch.append(manifest)
                 room -= num_bytes
