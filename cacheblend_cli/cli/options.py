@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
 
 T = TypeVar("T")
 
@@ -251,6 +252,19 @@ def make_room(settings: Settings) -> None:
 
 def may_use_gpu(settings: Settings) -> bool:
     return settings.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def engine_for_documents(settings: Settings, output: Output, on_loaded: Callable[[], None]) -> Engine | UnloadedEngine:
+    """Return an engine that is loaded when something is computed, if its model is known before. Raises like
+    `load_engine`."""
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
+
+    def load() -> Engine:
+        engine = load_engine(settings, output)
+        on_loaded()
+        return engine
+
+    return UnloadedEngine.of(engine_config(settings), load, output.note) or load()
 
 
 def model_note(resolved: Resolved) -> str:

@@ -20,7 +20,6 @@ from cacheblend_cli.collect.difference import Difference, compare, estimate_seco
 from cacheblend_cli.collect.document_records import StoredDocument, rename_documents, stored_documents
 from cacheblend_cli.collect.events import Incomplete, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, Planner
-from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.storing import PlanStorage
@@ -112,9 +111,10 @@ def precompute(
         _estimate(difference, on_event)
         return report
     start += _confirm(difference, confirm, on_event)
-    long_run = _LONG_PACKS * pack_tokens(collection.model.decoder.device)
-    if options.cluster is None and difference.computed_tokens >= long_run:
-        _estimate(difference, on_event)
+    if options.cluster is None and difference.computed_tokens:
+        start += _load(collection)
+        if _is_long(difference, collection):
+            _estimate(difference, on_event)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
     run = PlanStorage(planner, store, room, on_event, report, cluster=options.cluster, force=options.force)
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
@@ -166,6 +166,19 @@ def _count_planned(report: PrecomputeReport, diff: CorpusDiff, plan: Sequence[Pa
 def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
     stored = (version.omissions for version in diff.versions(file.source) if version.content_digest == file.digest)
     return Incomplete(shown(file.source), file.omissions, is_news=file.omissions not in stored)
+
+
+def _load(collection: Collection) -> float:
+    """Load the model before anything is stored. Return the seconds that it took."""
+    start = time.perf_counter()
+    _ = collection.decoder
+    return time.perf_counter() - start
+
+
+def _is_long(difference: Difference, collection: Collection) -> bool:
+    from cacheblend_cli.collect.prefill import pack_tokens  # imports torch
+
+    return difference.computed_tokens >= _LONG_PACKS * pack_tokens(collection.decoder.device)
 
 
 def _estimate(difference: Difference, on_event: OnEvent) -> None:
