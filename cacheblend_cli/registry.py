@@ -68,9 +68,11 @@ def register(socket: Path, settings: Settings) -> Callable[[], None]:
 
 def records() -> list[EngineRecord]:
     """Return the registered engines. Removes files of engines that have ended."""
-    found = []
+    found: list[EngineRecord] = []
+    if not _folder().is_dir():
+        return found
     with suppress(OSError, UsageError):
-        make_folder(_folder())
+        make_folder(_folder())  # checks it
         for path in _folder().glob("*.json"):
             with suppress(OSError, ValueError):
                 record = convert(msgspec.json.decode(private_files.read_bytes(path, _MOST_BYTES)), EngineRecord)
