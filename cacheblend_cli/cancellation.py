@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Check = Callable[[], None]
+"""Called between two steps of a computation. Raises Cancelled to give it up."""
+
 
 class Cancelled(Exception):
     """Raised in cancelled work."""
@@ -49,3 +52,7 @@ class Cancellation:
             with self._lock:
                 if act in self._acts:
                     self._acts.remove(act)
+
+
+def go_on() -> None:
+    """Never cancel."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.search import SearchResult
 
 _CONNECT_S = 2.0
+_VERSION_S = 0.5  # for the protocol version: an engine that is loading does not reply
 _DATA = b"data: "
 
 
@@ -236,14 +237,14 @@ class Client:
 
     @property
     def speaks_this_version(self) -> bool:
-        """Return whether the engine has the same protocol version."""
-        with suppress(CacheBlendError), self._connected() as connection:
+        """Return whether the engine has the same protocol version, and has loaded its model."""
+        with suppress(CacheBlendError), self._connected(_VERSION_S) as connection:
             [status] = connection.request("status")
             return bool(status.get("protocol") == PROTOCOL)
         return False
 
-    def _connected(self) -> Connection:
-        if (connection := Connection.to(self._path)) is None:
+    def _connected(self, timeout_s: float | None = None) -> Connection:
+        if (connection := Connection.to(self._path, timeout_s)) is None:
             raise lost()
         return connection
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from cacheblend_cli.errors import UsageError
 
-SERVING = ("serve", "serve", "starlette", "uvicorn", "prometheus_client")
-"""Arguments of `missing` and `require` for the server."""
-
 
 def missing(what: str, extra: str, *packages: str) -> UsageError | None:
     """Return an error if a package is not installed. what: the flag or command that needs it."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_store import private_files
@@ -50,9 +51,42 @@ def folder_of(settings: Settings) -> Path:
     if is_own and len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
         return store
     name = f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
-    own = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    fits = len(os.fsencode(own)) + len(name) + len(_NAME) + 36 <= _LONGEST
-    return (own if fits else Path("/tmp")) / _own_name() / name
+    own = own_folder()
+    fits = len(os.fsencode(own / name)) + len(_NAME) + 18 <= _LONGEST
+    return (own if fits else Path("/tmp") / own.name) / name
+
+
+def own_folder() -> Path:
+    """Return this user's directory for run-time files. It need not exist, see `make_folder`."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / _own_name()
+
+
+class SocketFile:
+    """The file of a bound socket, and whether it is still in its place."""
+
+    def __init__(self, path: Path, *folders: Path) -> None:
+        """Call it when the socket was bound. folders: directories without which the socket means nothing."""
+        self.path, self._folders = path, folders
+        self._bound = self._found()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether socket and directories are those of before: not moved, removed or replaced. Inodes cannot be
+        reused as long as the socket and a file of each directory are open."""
+        return bool(self._bound) and self._found() == self._bound
+
+    def remove(self) -> None:
+        """Remove the socket, but not one that a later server put there."""
+        if self._bound[:1] == self._found()[:1]:
+            self.path.unlink(missing_ok=True)
+
+    def _found(self) -> list[tuple[int, int]]:
+        found = []
+        with suppress(OSError):
+            for path in (self.path, *self._folders):
+                info = os.stat(path)
+                found.append((info.st_dev, info.st_ino))
+        return found
 
 
 def make_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend_cli.model.checkpoint import tensor_source
-from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 KINDS = ("Q8_0", "Q4_K", "Q4_1", "Q4_0")

@@ -29,6 +29,8 @@ os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: smal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, before it is imported: models here are tiny, and threads spin
 
+os.environ["CACHEBLEND_KEEP_ALIVE"] = "0"  # or commands whose stderr is a terminal would leave engines running
+
 os.environ["CACHEBLEND_SEARCH"] = "words"  # so that what is found depends on no weights that may be installed
 
 
@@ -112,6 +114,7 @@ def _own_home(_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("XDG_DATA_HOME", "data"),
         ("XDG_CACHE_HOME", "cache"),
         ("XDG_STATE_HOME", "state"),
+        ("XDG_RUNTIME_DIR", "run"),
     ):
         monkeypatch.setenv(name, str(home / sub))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

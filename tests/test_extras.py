@@ -13,10 +13,10 @@ from cacheblend_cli.extras import install_hint
 @pytest.mark.parametrize(
     ("origin", "command"),
     [
-        (None, "in a clone of cacheblend: pip install '.[serve]'"),
-        ({"url": "https://example.org/cacheblend.whl"}, "in a clone of cacheblend: pip install '.[serve]'"),
-        ({"url": "file:///home/a%20b/cacheblend", "dir_info": {}}, "pip install '/home/a b/cacheblend[serve]'"),
-        ({"url": "file:///src", "dir_info": {"editable": True}}, "pip install -e '/src[serve]'"),
+        (None, "in a clone of cacheblend: pip install '.[tier]'"),
+        ({"url": "https://example.org/cacheblend.whl"}, "in a clone of cacheblend: pip install '.[tier]'"),
+        ({"url": "file:///home/a%20b/cacheblend", "dir_info": {}}, "pip install '/home/a b/cacheblend[tier]'"),
+        ({"url": "file:///src", "dir_info": {"editable": True}}, "pip install -e '/src[tier]'"),
     ],
 )
 def test_the_command_installs_from_where_the_package_came(
@@ -27,4 +27,4 @@ def test_the_command_installs_from_where_the_package_came(
             return json.dumps(origin) if origin is not None and name == "direct_url.json" else None
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Installed())
-    assert install_hint("serve") == command
+    assert install_hint("tier") == command

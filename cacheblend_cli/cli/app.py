@@ -21,6 +21,8 @@ COMMANDS = {
     "search": ("search:search", "Find stored chunks."),
     "chat": ("chat:chat", "Ask follow-up questions in a terminal."),
     "serve": ("serve:serve", "Serve OpenAI's API, and keep the model loaded for ask."),
+    "ps": ("engine_list:ps", "List the engines that stay loaded."),
+    "stop": ("engine_list:stop", "Stop the engines over this store, or all."),
     "mcp": ("mcp:mcp", "Serve search and ask to MCP clients."),
     "chunks": ("chunks:app", "List, show, check, move and remove stored chunks."),
     "models": ("models:app", "List, describe, check and download models."),
@@ -35,6 +37,7 @@ COMMANDS = {
 _CHECKS = ("doctor", "demo", "bench", "eval")
 _MEANT = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {
     "list": "chunks ls", "pull": "models pull", "query": "ask", "ingest": "precompute", "index": "precompute", "add": "precompute",
+    "status": "ps", "kill": "stop",
 }  # fmt: skip
 """Subcommands without their group, and other tools' names -> command."""
 RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}

@@ -83,7 +83,6 @@ class AnswerView:
         if not self._json:
             session.note_model()
             session.suggest_check(result.answer)
-        session.suggest_background()
 
     def batch(self, results: Iterable[BatchResult], answer_file: AnswerFile | None) -> None:
         """Show answers or plans as they finish. Report questions that fail, and continue."""

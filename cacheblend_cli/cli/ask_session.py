@@ -13,10 +13,8 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, result_
 from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.units import keep_alive_s
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
-from cacheblend_cli.extras import SERVING, missing
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.types import (
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 STDIN = "stdin"
 """Source of chunks of a document that was piped to the command."""
-_LARGE = 200_000_000  # bytes of a model that takes long to load
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,9 @@ class BatchResult:
 
 
 class AskSession:
-    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here. scope:
-    documents to search. sampling: None for that of the settings. document: text to answer from, cited as STDIN."""
+    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here: then it may
+    leave an engine running at its end. scope: documents to search. sampling: None for that of the settings. document:
+    text to answer from, cited as STDIN."""
 
     def __init__(
         self,
@@ -66,14 +64,14 @@ class AskSession:
         self._documents = () if document is None else (TextDocument(document),)
         self.store, self.scope = store, EVERYTHING
         self._local_engine: LocalEngine | None = None
-        self._keep_alive_s = keep_alive_s(resolved.settings.keep_alive)
 
     def ask(
         self, question_input: QuestionInput, streams: AnswerStream | None = None, history: Sequence[str] = ()
     ) -> AnswerResult:
         """Return the answer. Raises errors of `ask`, and EngineLost if a running engine ended in the middle of it."""
         ask_request = self._request(question_input, history)
-        if (warm := self._warm()) is not None:
+        if (warm := self._running()) is not None:
+            self._output.status("waiting for the engine")
             try:
                 return self._cited(result_of(warm.events(ask_request), self._options, streams), ask_request)
             except EngineLost:
@@ -104,7 +102,7 @@ class AskSession:
         """Yield the answers in order, running `concurrency` questions at once. If a running engine ends, the rest is
         answered here."""
         left = deque(questions)
-        if (warm := self._warm()) is not None:
+        if (warm := self._running()) is not None:
             try:
                 for result in _in_order(questions, partial(self._begin, warm), concurrency):
                     left.popleft()
@@ -126,9 +124,17 @@ class AskSession:
     def __enter__(self) -> AskSession:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        if self._local_engine is not None:
-            self._local_engine.engine.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._local_engine is None:
+            return
+        from cacheblend_cli.cli.keep_alive import leave_engine
+        from cacheblend_cli.model.host_memory import resident_memory
+
+        local, self._local_engine, memory = self._local_engine, None, resident_memory()
+        on_gpu = local.engine.model.decoder.device.type == "cuda"
+        local.engine.close()
+        if local.has_answered and kind is None and not self._local:
+            leave_engine(self._resolved, self._output, memory, on_gpu=on_gpu)
 
     def note_model(self) -> None:
         """Say once, on a terminal, which model was used without a setting."""
@@ -146,17 +152,6 @@ class AskSession:
                 name=f"ratio of {name}",
             )
 
-    def suggest_background(self) -> None:
-        """Suggest once, on a terminal, to keep a large model loaded."""
-        if self._local_engine is not None and self._local_engine.model_bytes >= _LARGE:
-            lacking = missing(*SERVING)
-            options.hint(
-                self._output,
-                "torch and the model were loaded for this answer; `cacheblend serve --background` keeps them loaded for the next ones, "
-                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {lacking.hint})' if lacking else ''}",
-                name="background",
-            )
-
     def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:
         """Return the answer with all chunks of the document cited as STDIN, even if the store has them from another
         document."""
@@ -170,21 +165,6 @@ class AskSession:
             for c in result.answer.chunks
         ]
         return replace(result, answer=replace(result.answer, chunks=chunks))
-
-    def _warm(self) -> WarmEngine | None:
-        """Return the running engine; with keep_alive, start it. Raises CacheBlendError if it cannot start."""
-        if (found := self._running()) is not None or self._local or self._local_engine or not self._keep_alive_s:
-            return found
-        if (lacking := missing(*SERVING)) is not None:
-            self._output.note(f"answered without keep_alive: {lacking.message} ({lacking.hint})")
-            return None
-        from cacheblend_cli.server.background import start_own
-
-        start_own(self._resolved.settings, self._keep_alive_s, options.engine_flags(self._resolved))
-        self._output.note(
-            f"an engine stays in the background for {self._resolved.settings.keep_alive}; stop it: cacheblend serve --stop"
-        )
-        return self._running()
 
     def _running(self) -> WarmEngine | None:
         client = None if self._local or self._local_engine else Client.of(self._resolved.settings)

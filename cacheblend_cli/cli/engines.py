@@ -89,10 +89,7 @@ class LocalEngine:
         read_ahead(settings.model, settings.dtype, settings.weight_dtype)
         self._store, self.engine = store, options.load_engine(resolved.settings, output)
         self._note = cache(output.note)  # each message once, however many questions
-
-    @property
-    def model_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.engine.model.files if file.exists())
+        self.has_answered = False
 
     def events(self, ask: AskRequest) -> Iterator[AnswerEvent]:
         """Resolve the request, and return its events. After `serve` it is queued, otherwise computed as the events are
@@ -109,7 +106,7 @@ class LocalEngine:
             if isinstance(event, Progress) or (isinstance(event, Piece) and event.index == 0):
                 yield event
             elif isinstance(event, Done):
-                answer = event.answers[0]
+                answer, self.has_answered = event.answers[0], True
                 yield CompletedAnswer(answer, [], *self.engine.explain(request, answer))
 
     def plan(self, ask: AskRequest) -> AskPlan:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.keep_alive import DEFAULT_S
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, keep_alive_s
 from cacheblend_cli.client import Client
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.events import PrecomputeReport
 
 _OWN = ("attention_backend", "threads", "tensor_parallel")  # settings that an engine has of its own
-_STAY_S = 300.0  # without keep_alive
 
 
 def warm_engine(resolved: Resolved) -> Client | None:
@@ -33,7 +33,7 @@ def finish_in_background(resolved: Resolved, report: PrecomputeReport, output: O
     from cacheblend_cli.server.background import ask_status, start_own
 
     settings = resolved.settings
-    start_own(settings, keep_alive_s(settings.keep_alive) or _STAY_S, options.engine_flags(resolved))
+    start_own(settings, keep_alive_s(settings.keep_alive) or DEFAULT_S, options.engine_flags(resolved))
     path = socket_of(settings)
     missing, status = Client(path).finish(on_battery=True), ask_status(path) or {}
     have = f"{report.with_kv:,} of {counted(report.chunks, 'chunk')} have KV"

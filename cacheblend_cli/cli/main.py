@@ -15,9 +15,9 @@ from cacheblend_cli.errors import ExitCode, UsageError
 
 _END_BAR = "\r\x1b[2K\x1b[?25h"  # erases the line and shows the cursor
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPIN_COUNT = "1000"
-"""Spins of an OpenMP thread at a barrier before it sleeps, if other programs are busy. With libgomp's default of about
-300,000, a spinning thread takes the core from the thread it waits for. On an idle machine, waking threads costs a fifth
+SPIN_COUNT, QUIET_SPIN_COUNT = "1000", "300000"
+"""Spins of an OpenMP thread at a barrier before it sleeps: beside busy programs, and otherwise (libgomp's default, with
+which a spinning thread takes the core from the thread it waits for). On an idle machine, waking threads costs a fifth
 of a token's time (benchmarks/README.md)."""
 
 
@@ -105,10 +105,11 @@ def ensure_home() -> None:
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set a short spin count if other programs need the CPUs, unless the user set one of VARIABLES. Call before torch
-    loads libgomp, which reads it once."""
-    if not any(name in environment for name in VARIABLES) and _cpus_are_short():
-        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+    """Set a short spin count if other programs need the CPUs, unless the user set one of VARIABLES. An engine that this
+    process starts keeps the count: it would take this process for a busy program. Call before torch loads libgomp,
+    which reads it once."""
+    if not any(name in environment for name in VARIABLES):
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT if _cpus_are_short() else QUIET_SPIN_COUNT
 
 
 def _cpus_are_short(stat: str = "/proc/stat") -> bool:

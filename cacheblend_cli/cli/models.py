@@ -231,10 +231,11 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     found = locate(model)  # before torch is imported
     import torch
 
-    from cacheblend_cli.model.checkpoint import quantisation_of
+    from cacheblend_cli.model.description import DTYPES
     from cacheblend_cli.model.families import read_spec
+    from cacheblend_cli.model.families.quantisation import quantisation_of
     from cacheblend_cli.model.generic import GENERIC_PATH
-    from cacheblend_cli.model.loading import DTYPES, resolve_model
+    from cacheblend_cli.model.locate import resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
     from cacheblend_cli.model.tokenizer import Tokenizer
     from cacheblend_cli.prompt.collection import kv_facts
@@ -242,7 +243,7 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     path = resolve_model(model, output.note)
     spec, files = read_spec(path), checkpoint_files(path)
     stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "not stated")
-    dtype = DTYPES.get(stated.removeprefix("torch."), torch.bfloat16)
+    dtype = getattr(torch, name) if (name := stated.removeprefix("torch.")) in DTYPES else torch.bfloat16
     try:
         tokenizer = Tokenizer(path, spec.vocab_size)
         missing = "nothing" if tokenizer.has_template else "a chat template: prompts are plain text"
@@ -272,14 +273,12 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
 def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
     if spec.recurrent:
         return NO_RATIO
-    import torch
-
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.model.adapter import LoraAdapter
-    from cacheblend_cli.model.loading import model_fingerprint
+    from cacheblend_cli.model.description import model_fingerprint
 
     lora = LoraAdapter.read(Path(settings.lora).expanduser()).digest if settings.lora else ""
-    fingerprint = model_fingerprint(spec, path, torch.float32, lora, settings.weight_dtype)
+    fingerprint = model_fingerprint(spec, path, "float32", lora, settings.weight_dtype)
     found = [
         f"{p.choice.ratio if p.choice else 1:g} in {p.conditions['dtype']} with KV in {p.conditions['KV dtype']} ({p})"
         for p in read_profiles(profile_file(fingerprint))

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import date
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
 
 T = TypeVar("T")
 
@@ -223,6 +225,7 @@ def engine_config(settings: Settings) -> EngineConfig:
 def load_engine(settings: Settings, output: Output) -> Engine:
     """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError."""
     config = engine_config(settings)
+    make_room(settings)
     cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
     output.status(f"loading {settings.model or default_model()}")
     import_engine()
@@ -231,6 +234,37 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     engine = Engine.load(config, progress=output.status, notice=output.note, **cutting)
     engine.when_lost(partial(_exit_on_lost_rank, output, engine))
     return engine
+
+
+def make_room(settings: Settings) -> None:
+    """End idle engines that commands left running if the model takes more than a quarter of the free memory. On a GPU
+    every engine does."""
+    from cacheblend_cli.model.host_memory import available_memory, total_memory
+    from cacheblend_cli.model.locate import locate
+
+    path = locate(settings.model or default_model())
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+    if may_use_gpu(settings) or 4 * size > (available_memory() or total_memory() // 2):
+        from cacheblend_cli.server.background import end_idle
+
+        end_idle()
+
+
+def may_use_gpu(settings: Settings) -> bool:
+    return settings.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def engine_for_documents(settings: Settings, output: Output, on_loaded: Callable[[], None]) -> Engine | UnloadedEngine:
+    """Return an engine that is loaded when something is computed, if its model is known before. Raises like
+    `load_engine`."""
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
+
+    def load() -> Engine:
+        engine = load_engine(settings, output)
+        on_loaded()
+        return engine
+
+    return UnloadedEngine.of(engine_config(settings), load, output.note) or load()
 
 
 def model_note(resolved: Resolved) -> str:
@@ -250,11 +284,12 @@ def note_model(resolved: Resolved, output: Output) -> None:
         output.note(note)
 
 
-def hint(output: Output, text: str, name: str = "") -> None:
-    """Show a message on a terminal, unless this user has seen it. name: of the message, if its text varies."""
-    place = user_cache.place("hints", name or text)
-    if text and output.err_tty and not output.quiet and not user_cache.recall(place):
-        user_cache.keep(place, "shown\n")
+def hint(output: Output, text: str, name: str = "", *, daily: bool = False) -> None:
+    """Show a message on a terminal, unless this user has seen it, ever or today. name: of the message, if its text
+    varies."""
+    place, shown = user_cache.place("hints", name or text), str(date.today()) if daily else ""
+    if text and output.err_tty and not output.quiet and not user_cache.recall(place).endswith(f"{shown}\n"):
+        user_cache.keep(place, f"shown {shown}\n" if daily else "shown\n")
         output.note(text)
 
 

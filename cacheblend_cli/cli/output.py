@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -197,8 +198,12 @@ class Output:
     def _message(self, pieces: Sequence[tuple[str, str]]) -> None:
         self._erase_bar(True)
         shown = [(visible_line(text) if self.err_tty else text, style) for text, style in pieces]
-        self.err.write("".join(f"\x1b[{s}m{t}\x1b[0m" if self.color and s else t for t, s in shown).rstrip() + "\n")
-        self.err.flush()
+        try:
+            self.err.write("".join(f"\x1b[{s}m{t}\x1b[0m" if self.color and s else t for t, s in shown).rstrip() + "\n")
+            self.err.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # an engine answers also when its log's disk is full
+                raise
         Output._in_line = False
 
     def _erase_bar(self, same_terminal: bool) -> None:

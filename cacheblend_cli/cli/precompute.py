@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.difference import Difference
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.stored_documents import StoredDocuments
+    from cacheblend_cli.engine.unloaded import UnloadedEngine
     from cacheblend_cli.settings import Settings
 
 _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "state_every", "kv_dtype")
@@ -149,7 +151,8 @@ def precompute(
     listed = folders.read_list(files_from, paths)
     skipped_files = folders.SkippedFiles(output, verbose=verbose)
     folders.check_files(paths or (), listed, select, settings, skipped_files)
-    engine = options.load_engine(settings, output)
+    remember = (lambda: None) if dry_run else partial(remember_model, resolved)
+    engine = options.engine_for_documents(settings, output, remember)
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
 
@@ -159,8 +162,9 @@ def precompute(
         remembered, missing = remembered_paths(engine, settings, output)
         chosen = Paths(remembered)
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
-    if not dry_run:
-        remember_model(resolved)
+    warm = None if collector or dry_run else warm_engine(resolved)
+    if warm is not None:
+        remember()  # it is loaded
     view = _View(output, skipped_files, background=background)
     hint = _KEPT if collector else partial(view.after_interrupt, settings)
     with nullcontext() if dry_run else on_interrupt(hint):
@@ -177,7 +181,7 @@ def precompute(
                 max_bytes=quota,
                 day=day,
                 cluster=cluster,
-                warm=None if collector or dry_run else warm_engine(resolved),
+                warm=warm,
                 texts_only=background,
                 search=SearchParams.of(settings),
                 machine=" ".join(str(getattr(settings, name)) for name in _MACHINE),
@@ -186,6 +190,7 @@ def precompute(
             report = engine.precompute(
                 kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes), confirm_removal
             )
+            remember()
             view.close()
             view.ready = None
             if kv_store is not None:
@@ -250,11 +255,12 @@ def _check_collector(
 
 
 def _cluster(
-    engine: Engine, settings: Settings, collector: str | None, workers: int | None
+    of: Engine | UnloadedEngine, settings: Settings, collector: str | None, workers: int | None
 ) -> AbstractContextManager[Cluster | None]:
     """Return the cluster to compute on, not yet started. Raises TierErrors."""
     if collector is None:
         return nullcontext()
+    engine = of.loaded
     if engine.is_parallel:
         raise UsageError("--collector is not implemented with --tensor-parallel", "omit one of them")
     from cacheblend_cli.collect.collector import ClusterJob
@@ -348,7 +354,7 @@ class _View:
         question = f"{shown(folder)}: its {counted(num_documents, 'stored document')} {are_gone}?"
         return yes_or_no(question, self.output, None)
 
-    def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
+    def show(self, report: PrecomputeReport, engine: StoredDocuments, place: str, *, dry_run: bool) -> None:
         """Show the result of storing in `place`."""
         if report.documents or report.gone or self.output.is_json:
             if dry_run:
@@ -422,7 +428,7 @@ class _View:
             self._bar, self._bar_name = self._stack.enter_context(bar), name
 
 
-def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
+def _note_ratio(engine: StoredDocuments, num_chunks: int, output: Output) -> None:
     """Show how to measure the ratio of a model that was never checked.
 
     num_chunks: number of stored chunks. A chunk gives at most one prompt, and a prompt of only exact chunks does not
@@ -431,12 +437,11 @@ def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.evaluation.profile import LEAST_PROMPTS
 
-    if engine.model.spec.recurrent or num_chunks <= LEAST_PROMPTS:
+    model = engine.prompts.model
+    if model.spec.recurrent or num_chunks <= LEAST_PROMPTS:
         return
-    if not read_profiles(profile_file(engine.model.fingerprints["float32"])):
-        output.note(
-            f"to measure which ratio {engine.model.name} needs: cacheblend models check {engine.model.name} --ratio-only"
-        )
+    if not read_profiles(profile_file(model.fingerprints["float32"])):
+        output.note(f"to measure which ratio {model.name} needs: cacheblend models check {model.name} --ratio-only")
 
 
 def _warn_hidden(names: list[str], output: Output) -> None:

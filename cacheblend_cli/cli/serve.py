@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -21,7 +20,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.extras import SERVING, require
+from cacheblend_cli.model.host_memory import resident_memory
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.settings.fields import API_KEY_VARIABLE
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.events import EngineStats
     from cacheblend_cli.server.server_state import Decoder
     from cacheblend_cli.server.tenants import Keyring
+    from cacheblend_cli.sockets import SocketFile
 
 _WORK_BYTES = 512 << 20  # activations of a prefill, chunks being read, requests
 _END_S = 2.0  # at the end, for threads that read or write the store
@@ -84,7 +84,7 @@ def serve(
     elif background:
         if decoder is not None:
             raise UsageError("--background cannot be used with --decoder", "omit it; use a service manager")
-        _start(settings, idle_exit, output)
+        _start(settings, idle_exit, grace, output)
     else:
         http = _Http(
             host, port, unix_socket, max_waiting, max_body, grace, idle_exit or 0.0, find_passages, any_model,
@@ -112,8 +112,8 @@ class _Http:
 def _stop(settings: Settings, grace_s: float, output: Output) -> None:
     from cacheblend_cli.server.background import stop_all
 
-    for pid in stop_all(settings, grace_s):
-        output.result({"pid": pid, "stopped": True}, f"stopped the server with process id {pid}")
+    for engine in stop_all(settings, grace_s):
+        output.result({"pid": engine.pid, "stopped": True}, f"stopped the server with process id {engine.pid}")
 
 
 def _status(settings: Settings, output: Output) -> None:
@@ -123,10 +123,10 @@ def _status(settings: Settings, output: Output) -> None:
         output.result(engine_status, _status_line(engine_status))
 
 
-def _start(settings: Settings, idle_exit_s: float | None, output: Output) -> None:
-    require(*SERVING)
-    from cacheblend_cli.server.background import listens, start
+def _start(settings: Settings, idle_exit_s: float | None, grace_s: float, output: Output) -> None:
+    from cacheblend_cli.server.background import end_own, listens, start
 
+    end_own(settings, grace_s)
     if listens(settings):
         output.note("an engine with these settings is already running; other flags of this command are ignored")
     reply = start(settings, 3600.0 if idle_exit_s is None else idle_exit_s)
@@ -134,9 +134,8 @@ def _start(settings: Settings, idle_exit_s: float | None, output: Output) -> Non
 
 
 def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None, output: Output) -> None:
-    require(*SERVING)
     from cacheblend_cli.server.auth import LOOPBACK, read_origins
-    from cacheblend_cli.server.background import ask_status
+    from cacheblend_cli.server.background import RUNS, ask_status, end_own
     from cacheblend_cli.server.tenants import Keyring, read_keys
     from cacheblend_cli.sockets import socket_of
 
@@ -145,25 +144,28 @@ def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None
         extensions.find("decoder", elsewhere)
     origins, keyring = read_origins(settings.allow_origin), Keyring(read_keys(keys, key_file), settings.salt)
     _check_access(http, keyring, origins, output)
-    if (reply := ask_status(warm := socket_of(settings))) is not None:
+    warm = socket_of(settings)
+    if not (is_own := http.unix_socket == warm):
+        end_own(settings, http.grace_s)
+    if not is_own and (reply := ask_status(warm)) is not None:
         there = f"an engine with these settings already runs at {reply['url']} (process {reply['pid']})"
         raise UsageError(there, "use it, or end it: cacheblend serve --stop")
-    read_ahead(settings.model, settings.dtype, settings.weight_dtype)
-    from cacheblend_cli.cli.tier import share
-    from cacheblend_cli.engine.events import Limits
-    from cacheblend_cli.server.app import make_app
-    from cacheblend_cli.server.document_routes import count_documents
-    from cacheblend_cli.server.http_server import Server
-    from cacheblend_cli.server.server_state import ServerState
-    from cacheblend_cli.server.warm_socket import WarmSocket
-    from cacheblend_cli.types import model_sampled, sampling_of
-
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("cacheblend").setLevel(logging.WARNING if output.quiet else logging.INFO)
-    sampling = sampling_of(settings)
     with store_in_use(settings, create=True, note=output.note) as store, ExitStack() as held:
+        warm_socket, warm_file, public, url = _bind(warm, settings, http, held)  # first: other commands wait for it
+        read_ahead(settings.model, settings.dtype, settings.weight_dtype)
+        from cacheblend_cli.cli.tier import share
+        from cacheblend_cli.engine.events import Limits
+        from cacheblend_cli.server.app import make_app
+        from cacheblend_cli.server.document_routes import count_documents
+        from cacheblend_cli.server.http_server import Server
+        from cacheblend_cli.server.server_state import ServerState
+        from cacheblend_cli.server.warm_socket import WarmSocket
+        from cacheblend_cli.types import model_sampled, sampling_of
+
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        logging.getLogger("cacheblend").setLevel(logging.WARNING if output.quiet else logging.INFO)
+        sampling = sampling_of(settings)
         share(store, settings, output, strict=True)
-        warm_socket, public, url = _bind(warm, http, held)
         remote: Decoder | None = extensions.load("decoder", elsewhere)(address) if elsewhere else None
         engine = options.load_engine(settings, output)
         options.note_model(resolved, output)
@@ -190,16 +192,23 @@ def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None
         )
         held.callback(state.pools.close, _END_S)
         held.callback(engine.close)  # first
-        warm_app = WarmSocket(state, warm_socket, warm, url)
-        serving = Server(make_app(state), state, warm_app, grace_s=http.grace_s, idle_exit_s=http.idle_exit_s)
-        if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
+        warm_app = WarmSocket(state, warm_socket, warm_file, url)
+        serving = Server(
+            make_app(state),
+            state,
+            warm_app,
+            grace_s=http.grace_s,
+            idle_exit_s=http.idle_exit_s,
+            yields_memory=is_own,
+        )
+        if engine.model.decoder.device.type == "cpu" and (own := resident_memory()):
             output.note(_memory_line(own, engine.service.stats()))
         if settings.retrieve:
             count = count_documents(state)
             found = f"from {counted(count, 'document')}; --no-retrieve for chats without them"
             output.note(f"chats are answered {found if count else 'without documents, until some are stored for them'}")
-        output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
-        asyncio.run(serving.serve([public]))
+        output.note(f"{state.model}{RUNS}{url}/v1; Ctrl-C stops it")
+        asyncio.run(serving.serve(public))
 
 
 def _check_access(http: _Http, keyring: Keyring, origins: frozenset[str], output: Output) -> None:
@@ -212,28 +221,28 @@ def _check_access(http: _Http, keyring: Keyring, origins: frozenset[str], output
         output.note("every web page that this machine's browsers open can use the server: give an --api-key")
 
 
-def _bind(warm: Path, http: _Http, held: ExitStack) -> tuple[socket, socket, str]:
-    """Return the listening sockets, for commands and for clients, and the URL. held: closes and removes them."""
-    from cacheblend_cli.server.http_server import bind_tcp, bind_unix, remover
-    from cacheblend_cli.sockets import make_folder
+def _bind(warm: Path, settings: Settings, http: _Http, held: ExitStack) -> tuple[socket, SocketFile, list[socket], str]:
+    """Return the listening socket for commands, its file, the sockets for clients, and the URL. held: closes and
+    removes them. The engine that a command starts inherits the first one and has no other."""
+    from cacheblend_cli.registry import register
+    from cacheblend_cli.server.binding import bind_tcp, bind_unix, inherited
+    from cacheblend_cli.sockets import SocketFile, make_folder
 
     make_folder(warm.parent)
-    warm_socket = held.enter_context(bind_unix(warm))
-    held.callback(remover(warm))
+    is_own = http.unix_socket == warm
+    warm_socket = held.enter_context((is_own and inherited()) or bind_unix(warm))
+    warm_file = SocketFile(warm, settings.store_path)
+    held.callback(warm_file.remove)
+    held.callback(register(warm, settings))
+    if is_own:
+        return warm_socket, warm_file, [], f"unix:{warm}"
     if http.unix_socket is not None:
         public = held.enter_context(bind_unix(http.unix_socket))
-        held.callback(remover(http.unix_socket))
-        return warm_socket, public, f"unix:{http.unix_socket}"
+        held.callback(SocketFile(http.unix_socket).remove)
+        return warm_socket, warm_file, [public], f"unix:{http.unix_socket}"
     public = held.enter_context(bind_tcp(http.host, http.port))
     name = f"[{http.host}]" if ":" in http.host else http.host
-    return warm_socket, public, f"http://{name}:{public.getsockname()[1]}"
-
-
-def _resident_bytes() -> int | None:
-    """Return the resident memory of this process in bytes, None if the system does not report it."""
-    with suppress(OSError, IndexError, ValueError), open("/proc/self/statm", encoding="ascii") as line:
-        return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return None
+    return warm_socket, warm_file, [public], f"http://{name}:{public.getsockname()[1]}"
 
 
 def _memory_line(own: int, stats: EngineStats) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -107,10 +106,9 @@ def _check_tier(settings: Settings) -> None:
 
 
 def _check_origins(settings: Settings) -> None:
-    with suppress(ModuleNotFoundError):  # without the extra `serve`
-        from cacheblend_cli.server.auth import read_origins
+    from cacheblend_cli.server.auth import read_origins
 
-        read_origins(settings.allow_origin)
+    read_origins(settings.allow_origin)
 
 
 _CHECKS: Mapping[tuple[str, ...], Callable[[Settings], object]] = {

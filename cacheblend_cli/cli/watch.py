@@ -19,13 +19,13 @@ from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
-    from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.stored_documents import StoredDocuments
 
 _IGNORE_FILES = (".gitignore", ".ignore")
 _RETRY_MS = 2000
 
 
-def remembered_paths(engine: Engine, settings: Settings, output: Output) -> tuple[list[str], list[str]]:
+def remembered_paths(engine: StoredDocuments, settings: Settings, output: Output) -> tuple[list[str], list[str]]:
     """Return the paths that the store remembers for this model and that exist, and the names of those that do not.
 
     Warns of each missing path with stored documents, and returns only these; documents of a renamed folder have moved
@@ -46,13 +46,13 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> tupl
         raise NotFoundError("no remembered folder exists now; the stored documents are kept", "is a drive not mounted?")
     if not found:
         hint = "name a folder of documents: cacheblend precompute FOLDER"
-        for other in sorted({record.model_name for record in records.values()} - {engine.model.name}):
+        for other in sorted({record.model_name for record in records.values()} - {engine.prompts.model.name}):
             hint += f"; it has documents for {other}: cacheblend config set model {other} makes that the default"
-        raise NotFoundError(f"the store remembers no folder for {engine.model.name}", hint)
+        raise NotFoundError(f"the store remembers no folder for {engine.prompts.model.name}", hint)
     return sorted(found.values()), missing
 
 
-def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
+def watch_folders(engine: StoredDocuments, settings: Settings, paths: Sequence[str], output: Output) -> None:
     """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C. The store is open for
     writing only while something is stored. Raises UsageError if no path is a folder."""
     import watchfiles
@@ -92,7 +92,7 @@ def follow(changes: Iterable[Set[Any]], update: Callable[[], PrecomputeReport], 
 
 
 def _updater(
-    engine: Engine, settings: Settings, paths: Sequence[str], output: Output
+    engine: StoredDocuments, settings: Settings, paths: Sequence[str], output: Output
 ) -> Callable[[], PrecomputeReport]:
     """Precompute the paths with their remembered settings; conversions of unchanged files are kept between runs."""
     from cacheblend_cli.collect.corpus_diff import Paths

@@ -1,4 +1,4 @@
-"""Collect chunks: compute their KV after the prefix, encode and store it."""
+"""Collect chunks: compute their KV after the prefix, encode and store it. Imports torch when it computes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
-from cacheblend_store import ChunkManifest, ChunkStore
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.store import PutStatus
 
+from cacheblend_cli.cancellation import Check, go_on
 from cacheblend_cli.collect.commits import Whole, commit
-from cacheblend_cli.collect.encoding import encode_chunk, encoded
-from cacheblend_cli.collect.prefill import (
-    Check,
-    ChunkKV,
-    CollectSequence,
-    Kept,
-    PrefixKV,
-    collect,
-    collect_prefix,
-    go_on,
-)
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import keep_record
@@ -31,6 +21,7 @@ from cacheblend_cli.prompt.records import keep_record
 if TYPE_CHECKING:
     from cacheblend_store.tier import Tier
 
+    from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, PrefixKV
     from cacheblend_cli.model.loading import LoadedModel
 
 PREFIX_SOURCE = "(prefix)"
@@ -85,15 +76,19 @@ class Collector:
 
     @cached_property
     def prefix(self) -> PrefixKV:
+        from cacheblend_cli.collect.prefill import collect_prefix
+
         collection = self.collection
-        return collect_prefix(collection.model.decoder, collection.prefix_ids, collection.prefix_key)
+        return collect_prefix(collection.decoder, collection.prefix_ids, collection.prefix_key)
 
     def collect(self, chunks: Sequence[PlannedChunk]) -> Iterator[ChunkKV]:
         """Yield the KV of every chunk, in order.
 
         Raises DeviceError if the device runs out of memory for a single chunk.
         """
-        yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks), self._check)
+        from cacheblend_cli.collect.prefill import collect
+
+        yield from collect(self.collection.decoder, self.prefix, collect_sequences(chunks), self._check)
 
     def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
         """Return the keys of chunks with KV outside the store, which need not be computed. Subclasses override this."""
@@ -102,11 +97,21 @@ class Collector:
     def begin(self) -> None:
         """Store the prefix's KV once as a separate chunk, so that `ask` loads it instead of computing it. Replaces
         damaged KV. `store` calls this first."""
-        if self._with_prefix and self.prefix.token_ids:
-            self.collection.model.check_files()
+        if self._with_prefix and self.collection.prefix_ids and not self._has_prefix:
+            from cacheblend_cli.collect.encoding import encode_chunk
+
+            self.collection.model.loaded.check_files()
             blobs = encode_chunk(self.prefix.kv, self.collection.prefix_codec).blobs()
             self.put_blobs(prefix_chunk(self.collection), blobs)
         self._with_prefix = False  # it is stored now
+
+    @property
+    def _has_prefix(self) -> bool:
+        """Return whether the prefix's KV is stored, undamaged."""
+        try:
+            return self._store.get_blobs(self.collection.prefix_key) is not None
+        except BadBlob:
+            return False
 
     def store(
         self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
@@ -146,6 +151,8 @@ class Collector:
         return self._given
 
     def _computed(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
+        from cacheblend_cli.collect.encoding import encoded
+
         blobs_of = encoded(self.collect(chunks), self.collection.codec)
         for planned, (key, blobs) in zip(chunks, blobs_of, strict=True):
             assert planned.key == key
@@ -199,14 +206,13 @@ class Cluster(Protocol):
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:
     """Return the prefix of the prompt as a separate chunk."""
-    ids = collection.prefix_ids
-    text = collection.model.tokenizer.decode(ids, skip_special_tokens=False)
+    ids, text = collection.prefix_ids, collection.template.prefix_text
     return PlannedChunk(collection.prefix_key, PREFIX_SOURCE, Chunk(0, text, ids, 0, len(text)), (), "prefix")
 
 
 def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
     """Return the manifest of a chunk, without blob sizes and digests."""
-    chunk, model, layout = planned.chunk, collection.model, collection.model.decoder.state_layout
+    chunk, model, layout = planned.chunk, collection.model, collection.state_layout
     before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
     return ChunkManifest(
         key=planned.key,
@@ -260,6 +266,8 @@ def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
 
     Consecutive chunks of one window share a sequence: each attends to the ones before.
     """
+    from cacheblend_cli.collect.prefill import CollectSequence, Kept
+
     out: list[CollectSequence] = []
     for planned in chunks:
         ids = (*planned.left, *planned.chunk.token_ids)

@@ -15,7 +15,6 @@ from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument
 from cacheblend_cli.collect.plan import Part, PlannedDocument
-from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.collect.summaries import ChunkSize
 from cacheblend_cli.prompt.collection import Collection
@@ -174,7 +173,9 @@ def estimate_seconds(missing: Sequence[Missing]) -> float:
 
 
 def _seconds_per_token(collection: Collection, tokens: int) -> float:
-    decoder, prefix = collection.model.decoder, Collector(collection).prefix
+    from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
+
+    decoder, prefix = collection.decoder, Collector(collection).prefix
     size = max(1, collection.window(min(pack_tokens(decoder.device), tokens)))
     probe, best = CollectSequence((0,) * size, (Kept(b"", 0, size),)), float("inf")
     for _ in range(2):

@@ -7,10 +7,10 @@ from typing import TypeGuard
 
 from cacheblend_store import ChunkManifest, ChunkStore, StoreReader
 
-from cacheblend_cli.cancellation import Cancelled
+from cacheblend_cli.cancellation import Cancelled, Check
 from cacheblend_cli.collect.collect_lock import collecting_alone
 from cacheblend_cli.collect.collector import Collector, planned_of
-from cacheblend_cli.collect.prefill import Check, pack_tokens
+from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -83,7 +83,7 @@ class MissingChunks:
     def _store_all(self, batch: Sequence[ChunkManifest]) -> int:
         stored = 0
         collector = self._collectors[batch[0].collection]
-        collector.collection.model.check_files()
+        collector.collection.model.loaded.check_files()
         planned = [planned_of(manifest) for manifest in batch]
         try:
             for done in collector.store(planned, fetch=False, every_s=0.0):
@@ -114,7 +114,7 @@ class MissingChunks:
                 if state.max_bytes and num_bytes > room:
                     queue.pop(key, None)
                     continue
-                if batch and not _goes_with(batch, manifest, pack_tokens(collection.model.decoder.device)):
+                if batch and not _goes_with(batch, manifest, pack_tokens(collection.decoder.device)):
                     break
                 batch.append(manifest)
                 room -= num_bytes

@@ -149,6 +149,8 @@ def precompute(
                 prepare(store, options.search, [part.collection.id for part in plan])
         on_event(PrecomputeEvent("ready", planned=difference, report=report))
     if not options.texts_only:
+        if difference.computed_tokens and options.cluster is None and options.warm is None:
+            start += _load(collection)
         run.store_kv(speed)
     report.seconds = time.perf_counter() - start
     return report
@@ -190,6 +192,13 @@ def _count_planned(report: PrecomputeReport, diff: CorpusDiff, plan: Sequence[Pa
 def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
     stored = (version.omissions for version in diff.versions(file.source) if version.content_digest == file.digest)
     return Incomplete(shown(file.source), file.omissions, is_news=file.omissions not in stored)
+
+
+def _load(collection: Collection) -> float:
+    """Load the model. Return the seconds that it took, which say nothing about the run."""
+    start = time.perf_counter()
+    _ = collection.decoder
+    return time.perf_counter() - start
 
 
 def _estimate(difference: Difference, on_event: OnEvent) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ import torch
 from cacheblend_kernels import Slots, StoredKV
 from torch import Tensor
 
+from cacheblend_cli.cancellation import Check, go_on
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
@@ -27,12 +28,6 @@ from cacheblend_cli.model.states import SequenceState
 PACK_TOKENS = {"cpu": 512}
 OTHER_PACK_TOKENS = 4096
 BLOCK_SIZE = 64  # of each launch's own KV pool
-Check = Callable[[], None]
-"""Called between two layers. Raises Cancelled to give the launch up; only where the model is in one process."""
-
-
-def go_on() -> None:
-    """Never cancel."""
 
 
 def pack_tokens(device: torch.device) -> int:

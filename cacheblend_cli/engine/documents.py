@@ -1,9 +1,8 @@
-"""Base of an engine: the documents of its store."""
+"""Base of an engine: documents given as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from cacheblend_store.format.blobs import REMOVED
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.engine_thread import EngineThread
+from cacheblend_cli.engine.stored_documents import StoredDocuments
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.settings import of_settings
@@ -19,58 +19,14 @@ from cacheblend_cli.settings import of_settings
 _COMMIT_S = 0.25  # seconds of launches to commit together
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import CollectedChunk
-    from cacheblend_cli.collect.corpus_diff import Paths
-    from cacheblend_cli.collect.difference import Difference
-    from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.collect.missing import MissingChunks
-    from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.collect.texts import AddedDocument, Putting
     from cacheblend_cli.corpus.documents import Document
 
 
-class Documents(EngineThread):
+class Documents(EngineThread, StoredDocuments):
     """Stores, checks and names documents. Only `add` may be called while requests run."""
-
-    def precompute(
-        self,
-        store: ChunkStore | None,
-        paths: Sequence[str] | Paths,
-        options: PrecomputeOptions,
-        on_event: Callable[[PrecomputeEvent], None],
-        confirm: Callable[[Difference], bool] | None = None,
-        confirm_removal: Callable[[str, int], bool] | None = None,
-    ) -> PrecomputeReport:
-        """Bring the store up to date with the documents under `paths`. store None: a dry run.
-
-        Unset options are taken from the store's record of the paths. confirm: called before documents are computed
-        again because settings changed. confirm_removal: called with a folder and its number of stored documents before
-        all of these are removed; None keeps them. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
-        """
-        from cacheblend_cli.collect.corpus_diff import Paths
-        from cacheblend_cli.collect.precompute import precompute
-
-        if options.kv_dtype in (None, "auto") and self.runtime.config.kv_dtype != "auto":
-            options = replace(options, kv_dtype=self.runtime.config.kv_dtype)
-        if options.day is not None and self.runtime.template.day is None:
-            raise UsageError(f"the chat template of {self.runtime.model.name} prints no date", "leave --date out")
-        paths = paths if isinstance(paths, Paths) else Paths(paths)
-        collection = self.collection(store, options.salt, options.day)
-        return precompute(collection, store, paths, options, on_event, confirm, confirm_removal)
-
-    def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
-        """Return the collection of the store's documents. day: date that the template prints, None for the store's."""
-        return self.runtime.collection(salt, day=day or self.runtime.day(store, salt))
-
-    def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
-        """Return the ids of the collections whose chunks can be used."""
-        return [of.id for of in self.runtime.collections(salt, self.runtime.day(store, salt))]
-
-    def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
-        """Return the real paths that the store remembers for this model and salt."""
-        from cacheblend_cli.collect.settings import SourceSettings
-
-        return SourceSettings(self.runtime.collection(salt), store).paths
 
     def put(
         self,

@@ -91,6 +91,11 @@ class Engine(Documents):
         serve_other_rank(config.tensor_parallel)
         return cls(Runtime.load(config, progress, notice), resolved)
 
+    @property
+    def loaded(self) -> Engine:
+        """This engine: see `UnloadedEngine`."""
+        return self
+
     # one request in the caller's thread
 
     def resolve(

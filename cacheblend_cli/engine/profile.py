@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cacheblend_cli import user_cache
+from cacheblend_cli.model.description import ModelDescription
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
@@ -85,7 +86,7 @@ _decode = msgspec.json.Decoder(list[Profile]).decode
 
 def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[str, str]:
     """Return the conditions of a profile, by name. codec: the chunks' codec."""
-    decoder, wording = collection.model.decoder, collection.template.wording.to_dict()
+    decoder, wording = collection.decoder, collection.template.wording.to_dict()
     prompt = hashlib.blake2b(json.dumps(wording, sort_keys=True).encode(), digest_size=8).hexdigest()
     way = {name: str(value) for name, value in asdict(blend).items() if name not in _CHOSEN}
     pool = "as computed" if decoder.kv_scales is None else "float8_e4m3"
@@ -118,7 +119,7 @@ def read_profiles(path: Path) -> list[Profile]:
         return []
 
 
-def profile_for(model: LoadedModel, wanted: dict[str, str]) -> tuple[Profile | None, str]:
+def profile_for(model: ModelDescription, wanted: dict[str, str]) -> tuple[Profile | None, str]:
     """Return the model's profile for these conditions, or None and the reason."""
     known = read_profiles(profile_file(model.fingerprints["float32"]))
     for profile in known:

@@ -23,10 +23,12 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.kv.rows import slice_rows
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.host_memory import available_memory, total_memory
-from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
+from cacheblend_cli.model.loading import LoadedModel, load_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
@@ -76,6 +78,8 @@ class OneProcess:
 class Runtime(Prompts):
     """A loaded model, its prompts, and the memory of its device, shared by every request. Compute runs in one thread at
     a time."""
+
+    model: LoadedModel
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
         """memory: a lasting pool to begin with."""

@@ -14,7 +14,8 @@ from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.temporary import temporary_store
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
+from cacheblend_cli.model.checkpoint import tensor_source
+from cacheblend_cli.model.families.quantisation import quantisation_of
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them

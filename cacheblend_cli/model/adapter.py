@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.families.values import is_number, shown
-from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.model_files import ADAPTER_FILES, read_object
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 BASE = "base_model.model."
 FREE = (
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",

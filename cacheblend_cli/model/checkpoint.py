@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cacheblend_cli.model.families.quantisation import FIELD, Quantisation, read_quantisation
-from cacheblend_cli.model.model_files import checkpoint_files, is_converted, read_object
+from cacheblend_cli.model.families.quantisation import quantisation_of
+from cacheblend_cli.model.model_files import checkpoint_files, is_converted
 from cacheblend_cli.model.spec import ExpertsSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 
@@ -28,10 +28,3 @@ def tensor_source(model_dir: Path, experts: ExpertsSpec | None = None) -> Tensor
     from cacheblend_cli.model.quantised import DequantisedTensors
 
     return DequantisedTensors(files, quantisation)
-
-
-def quantisation_of(model_dir: Path) -> Quantisation | None:
-    """Return the quantisation method in a checkpoint's config.json; None if not quantised."""
-    config = read_object(model_dir / "config.json")
-    inner = config.get("text_config")
-    return read_quantisation(config.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None))

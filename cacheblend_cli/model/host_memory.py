@@ -10,6 +10,8 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt's settings in glibc's malloc.h
 MEMINFO = Path("/proc/meminfo")
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+PRESSURE = Path("/proc/pressure/memory")
+_MOST_PRESSURE = 10.0  # percent of the last ten seconds in which some process waited for memory
 
 
 def total_memory() -> int:
@@ -24,9 +26,36 @@ def available_memory() -> int | None:
     """Return the bytes that can be taken without swapping; None where the system does not tell (other than Linux)."""
     try:
         lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
-        return min(int(lines["MemAvailable"].split()[0]) << 10, total_memory())
+        return min(int(lines["MemAvailable"].split()[0]) << 10, total_memory() - _used_by_container())
     except (OSError, ValueError, KeyError):
         return None
+
+
+def resident_memory(pid: int | None = None) -> int | None:
+    """Return the bytes of memory that a process uses now, by default this one; None where the system does not tell."""
+    with suppress(OSError, IndexError, ValueError):
+        pages = int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def is_short_for(held: int) -> bool:
+    """Return whether less memory is available than `held` bytes, or programs wait for memory (PSI)."""
+    with suppress(OSError, IndexError, ValueError):  # "some avg10=0.00 avg60=..."
+        if float(PRESSURE.read_text().split("avg10=")[1].split()[0]) > _MOST_PRESSURE:
+            return True
+    available = available_memory()
+    return available is not None and available < held
+
+
+def _used_by_container() -> int:
+    """Return the bytes that a container with a limit uses, without file pages that it can drop; 0 without a limit."""
+    with suppress(OSError, ValueError, KeyError):
+        int(CONTAINER_LIMIT.read_text())
+        used = int(CONTAINER_LIMIT.with_name("memory.current").read_text())
+        lines = CONTAINER_LIMIT.with_name("memory.stat").read_text().splitlines()
+        return max(0, used - int(dict(line.split() for line in lines)["inactive_file"]))
+    return 0
 
 
 def keep_freed_memory() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,53 +15,44 @@ from cacheblend_kernels import BACKENDS, KernelBackend, KernelError, compiled, s
 
 from cacheblend_cli.errors import DeviceError, UsageError, check_known
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
+from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.description import (
+    DTYPES,
+    WEIGHT_DTYPES,
+    ModelDescription,
+    Precision,
+    describe,
+    model_fingerprint,
+    resolve_dtype,
+)
 from cacheblend_cli.model.device import check_room, make_current
 from cacheblend_cli.model.families import read_spec
-from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.host_memory import keep_freed_memory
 from cacheblend_cli.model.linear import bound_caches
-from cacheblend_cli.model.locate import locate
-from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
+from cacheblend_cli.model.model_files import checkpoint_files, read_object
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
+from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weights import check_tensors, load_weights, weights_digest
+from cacheblend_cli.model.weights import check_tensors, load_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHT_DTYPES = ("auto", "int8", "int4")  # auto: as in the file; others: see `gguf_files.quantise.KINDS`
+_TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 _ASKED, _ANSWERED, _NEXT = "5d1f0 asked", "5d1f1 answered", "5d1f2 next"
-STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(ModelDescription):
     """A decoder with its tokenizer and metadata."""
 
-    name: str
-    path: Path
     decoder: Decoder
-    tokenizer: Tokenizer
-    fingerprint: str  # covers architecture, weights, RoPE, dtypes and adapter
     eos_ids: frozenset[int]
-    fingerprints: Mapping[str, str] = field(default_factory=dict)  # fingerprints of the same model by compute dtype
-    identity: str = ""  # fingerprint of the same model in any dtype, without an adapter
     generation_config: Mapping[str, Any] = field(default_factory=dict)  # contents of the model's file, unchecked
-    lora: Path | None = None  # the adapter merged into the weights
-    lora_digest: str = ""  # digest of the adapter's content
-    weight_dtype: str = "auto"
     files: Mapping[Path, os.stat_result] = field(default_factory=dict)  # files of the weights, as they were at loading
 
     @property
-    def shown_path(self) -> Path:
-        """Path to show to the user: the GGUF file if `path` is the directory that stands for it."""
-        return gguf_file_of(self.path) if is_converted(self.path) else self.path
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.decoder.spec
+    def loaded(self) -> LoadedModel:
+        return self
 
     def check_files(self) -> None:
         """Raise UsageError if a file of the weights, which are used in place, was written to after loading. A file that
@@ -78,14 +66,6 @@ class LoadedModel:
                         f"{file} was changed while its weights were in use: what is computed now belongs to no model",
                         "run the command again; replace such a file by renaming a new one",
                     )
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Compute dtype and storage of the weights."""
-
-    dtype: str = "auto"  # "auto": by checkpoint and machine
-    weights: str = "auto"  # one of WEIGHT_DTYPES
 
 
 def load_model(
@@ -110,7 +90,7 @@ def load_model(
     check_known("weight dtype", precision.weights, WEIGHT_DTYPES)
     check_known("attention backend", attention_backend, ("auto", *BACKENDS))
     files = {file: file.stat() for file in checkpoint_files(path)}  # reports another format before a missing tokenizer
-    compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
+    compute_dtype = _TORCH_DTYPES[dtype := resolve_dtype(precision.dtype, device.type, spec, path)]
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
     tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
@@ -131,23 +111,12 @@ def load_model(
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
-    fingerprints = {
-        name: model_fingerprint(decoder.spec, path, dtype, lora_digest, precision.weights)
-        for name, dtype in DTYPES.items()
-    }
+    described = describe(decoder.spec, path, name, dtype, precision.weights, tokenizer, lora, lora_digest)
     return LoadedModel(
-        name=name,
-        path=path,
+        **vars(described),
         decoder=decoder,
-        tokenizer=tokenizer,
-        fingerprint=fingerprints[str(compute_dtype).removeprefix("torch.")],
-        fingerprints=fingerprints,
-        identity=model_fingerprint(decoder.spec, path, torch.float32),
         eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
         generation_config=generation,
-        lora=lora,
-        lora_digest=lora_digest,
-        weight_dtype=precision.weights,
         files=files,
     )
 
@@ -196,63 +165,8 @@ def _quantised(
 
     source = tensor_source(path, spec.experts)
     check_tensors(spec, source, path)
-    digest = model_fingerprint(spec, path, torch.float32)
+    digest = model_fingerprint(spec, path, "float32")
     return GGUFTensors(quantised_folder(source, spec, weight_dtype, digest, progress))
-
-
-def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
-    """Return the path of a model: of a built-in name; a local directory, or the one that stands for a GGUF file; else a
-    model of the hub, from its cache if possible (see `locate`). say: called when a GGUF file is read for the first
-    time."""
-    found = locate(name)
-    if found.is_dir() and weight_names(found):
-        return found
-    from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
-
-    if found.is_dir():
-        found = gguf_in(found) or found
-    return found if found.is_dir() else model_dir_of(found, say)
-
-
-def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:
-    """Return the compute dtype. `auto`: the checkpoint's own dtype; on a CPU bf16 if that is the checkpoint's and
-    the CPU multiplies it natively, else fp32, which rounds nothing."""
-    if name != "auto":
-        check_known("dtype", name, ("auto", *DTYPES))
-        return DTYPES[name]
-    named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or weights_dtype(model_dir))
-    stated = DTYPES.get(named.removeprefix("torch."), torch.float32)
-    if device.type != "cpu" or (stated == torch.bfloat16 and compiled.has_bfloat16()):
-        return stated
-    return torch.float32
-
-
-def weights_dtype(model_dir: Path) -> str:
-    """Return the dtype of most elements of a checkpoint; bfloat16 if no tensor has one of DTYPES."""
-    counts = dict.fromkeys(STORED_AS.values(), 0)
-    for _, stored, shape in SafetensorsFiles(checkpoint_files(model_dir)).headers():
-        if stored in STORED_AS:
-            counts[STORED_AS[stored]] += math.prod(shape)
-    most = max(counts, key=lambda name: counts[name])
-    return most if counts[most] else "bfloat16"
-
-
-def model_fingerprint(
-    spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "", weight_dtype: str = "auto"
-) -> str:
-    """Return blake2b-128 over everything that K and V depend on: shape, RoPE, weights, how they are read and stored,
-    compute dtype, adapter. On the generic path the spec covers only some fields of config.json, so all fields count
-    that may affect a forward pass."""
-    # fields added later for other families do not change the fingerprint while they have their default
-    values = ((f.name, getattr(spec, f.name), f.default) for f in fields(spec) if f.name != "config")
-    shape = {name: value for name, value, default in values if value != default}
-    if spec.generic:
-        shape["config"] = {name: value for name, value in spec.config.items() if name not in OTHER_FIELDS}
-    parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype) + lora_digest
-    if quantisation := quantisation_of(path):
-        parts += repr(quantisation)
-    parts += "" if weight_dtype == "auto" else weight_dtype
-    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
 def _eos_ids(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cacheblend_cli.errors import ModelNotFound, UsageError
+from cacheblend_cli.model.model_files import weight_names
 from cacheblend_cli.model.named import named_model
 
 _LIST = "cacheblend models ls"
@@ -63,3 +65,17 @@ def _similar(name: str) -> str:
     if similar := get_close_matches(name.lower(), shown, n=1):
         return f"did you mean {shown[similar[0]]}? see: {_LIST}"
     return f"at hand: {', '.join(known[:4])}{', ...' if len(known) > 4 else ''} (see: {_LIST})"
+
+
+def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
+    """Return the path of a model: of a built-in name; a local directory, or the one that stands for a GGUF file; else a
+    model of the hub, from its cache if possible (see `locate`). say: called when a GGUF file is read for the first
+    time."""
+    found = locate(name)
+    if found.is_dir() and weight_names(found):
+        return found
+    from cacheblend_cli.model.gguf_files.folders import gguf_in, model_dir_of
+
+    if found.is_dir():
+        found = gguf_in(found) or found
+    return found if found.is_dir() else model_dir_of(found, say)

@@ -26,6 +26,8 @@ SMALL_FILES = (
 SMALL_BYTES = 16 << 20
 LARGE_BYTES = 256 << 20
 """Limits of files that are read as text. Large: a tokenizer, or an index with the tensors of every expert."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Files of a LoRA adapter, as peft writes them."""
 OTHER_FORMATS = {
     "*.bin": ("PyTorch weights", "convert them with transformers' save_pretrained, which writes safetensors"),
     "*.pth": ("PyTorch weights", "take the checkpoint that transformers reads, with model.safetensors"),
@@ -120,14 +122,25 @@ def is_there(path: Path) -> bool:
 
 
 def read_text(path: Path, most: int = SMALL_BYTES) -> str:
-    """Return the file's text, with line ends converted to newlines. Raises UsageError if it is not UTF-8, not a regular
-    file, or has more than `most` bytes."""
+    """Return the file's text as `text_of` does. Raises UsageError as that and `read_bytes` do."""
+    return text_of(path, read_bytes(path, most))
+
+
+def text_of(path: Path, content: bytes) -> str:
+    """Return a file's text. Raises UsageError if it is not UTF-8."""
     try:
-        return read_regular(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
-    except InsecurePath:
-        raise _not_regular(path) from None
+        return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text: {error}", AGAIN) from error
+
+
+def read_bytes(path: Path, most: int = SMALL_BYTES) -> bytes:
+    """Return the content of a file of text, with line ends converted to newlines. Raises UsageError if it is not a
+    regular file, or has more than `most` bytes."""
+    try:
+        return read_regular(path, most).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    except InsecurePath:
+        raise _not_regular(path) from None
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec, rotated_dim
+from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec, original_length, rotated_dim
 
 CosSin = tuple[Tensor, Tensor]
 Rope = Mapping[str, Any]
@@ -30,8 +30,7 @@ class RotaryEmbedding:
         self.rope, self.head_dim, self.max_positions, self.device = rope, head_dim, max_positions, device
         self.rope_type = "none" if rope is None else str(rope["rope_type"])
         self._tables: dict[int, CosSin] = {}
-        original = rope["original_max_position_embeddings"] if self.rope_type == "longrope" and rope else max_positions
-        self.original_max = int(original)
+        self.original_max = max_positions if rope is None else original_length(rope, max_positions)
         self._frequencies(1)  # report bad parameters here instead of at the first prompt
         # if a process's first cosines are computed by two threads at once, MKL's may be wrong by 1e-4
         torch.ones(1).cos()
@@ -92,9 +91,7 @@ class LayerRotations:
                 different.append(rope)
         self.of_layer = tuple(different.index(rope) for rope in of_layers)
         self._each = [RotaryEmbedding(r, dim, spec.max_position_embeddings, device) for r, dim in different]
-        lengths = [r.original_max for r in self._each if r.rope_type in LENGTH_DEPENDENT]
-        # number of tokens up to which the frequencies are the same; None: always
-        self.switches_at: int | None = min(lengths, default=None)
+        self.switches_at = spec.rope_switches_at
 
     def regime(self, seq_len: int) -> int:
         """Return the id of the frequencies for prompts of this length, over all layers; 0 for short prompts."""

@@ -18,6 +18,11 @@ def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
     return int(head_dim * (share or 1))
 
 
+def original_length(rope: Mapping[str, Any], max_positions: int) -> int:
+    """Return the longest prompt with the frequencies of short ones. max_positions: the model's."""
+    return int(rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else max_positions)
+
+
 @dataclass(frozen=True)
 class LatentSpec:
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): the K and V of all heads are computed from one
@@ -220,6 +225,13 @@ class ModelSpec:
         """(beta, length): the query at position p is multiplied by 1 + beta log(1 + floor(p / length)); or None."""
         beta = self.rope.get(QUERY_GROWTH)
         return (beta, int(self.rope["original_max_position_embeddings"])) if beta else None
+
+    @property
+    def rope_switches_at(self) -> int | None:
+        """Number of tokens up to which the frequencies of RoPE are the same; None: always."""
+        ropes = [rope for layer in range(self.num_layers) if (rope := self.rope_of(layer)) is not None]
+        changing = [rope for rope in ropes if rope["rope_type"] in LENGTH_DEPENDENT]
+        return min((original_length(rope, self.max_position_embeddings) for rope in changing), default=None)
 
     @property
     def rotated_dim(self) -> int:

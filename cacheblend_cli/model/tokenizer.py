@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model import template_process
-from cacheblend_cli.model.model_files import AGAIN, LARGE_BYTES, is_there, read_object, read_text
+from cacheblend_cli.model.model_files import AGAIN, LARGE_BYTES, is_there, read_bytes, read_object, read_text, text_of
 from cacheblend_cli.model.template_process import Rendered
 from cacheblend_cli.model.text_encoder import TextEncoder, checked, checked_ids, ids_of
 from cacheblend_cli.model.tokenizer_json import (
     BYTE,
+    Stage,
     check_growth,
     for_the_middle,
     is_control,
@@ -28,12 +32,60 @@ from cacheblend_cli.model.tokenizer_json import (
 )
 
 
+@dataclass(frozen=True)
+class _Stages:
+    """A tokenizer.json as the library reads it, edited for the texts of a prompt."""
+
+    whole: tokenizers.Tokenizer
+    middle: tokenizers.Tokenizer  # encodes text that follows other text
+    plain: (
+        tokenizers.Tokenizer
+    )  # `middle` without control tokens, so `<|im_end|>` in a document is several plain pieces
+    decoder: Stage | None
+    control: Mapping[int, str]  # id -> control token
+    added_ids: frozenset[int]
+    special_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, raw: str, template: str) -> _Stages:
+        data = stages_of(raw)
+        check_growth(data)
+        whole = tokenizers.Tokenizer.from_str(raw)
+        whole.no_truncation()
+        whole.no_padding()
+        added, model = data.get("added_tokens") or (), whole.model
+        name, unknown_id = data["model"].get("unk_token"), data["model"].get("unk_id")
+        # stands for unknown text: no forged control token
+        unknown = {unknown_id if name is None else model.token_to_id(name)}
+        control = {
+            token["id"]: str(token["content"])
+            for token in added
+            if token["id"] not in unknown and is_control(token["content"], special=token["special"], template=template)
+        }
+        middle = for_the_middle(data)
+        kept = without_added(added, control.keys() | unknown, model)
+        return cls(
+            whole,
+            whole if middle is data else sharing_model(whole, middle, added),
+            sharing_model(whole, middle, kept),
+            data.get("decoder"),
+            control,
+            frozenset(token["id"] for token in added),
+            frozenset(token["id"] for token in added if token["special"]),
+        )
+
+
+_STAGES = WeakValueDictionary[tuple[str, str], _Stages]()
+"""Parsed tokenizers, shared by a model that was described and is loaded then."""
+
+
 class Tokenizer:
     """A HF fast tokenizer. Text of documents and questions never yields a control token; text of the template may."""
 
-    def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
+    def __init__(self, model_dir: Path, num_embeddings: int | None = None, *, lazy: bool = False) -> None:
         """num_embeddings: the model's. A tokenizer may have more tokens (such as an added padding token); text that
-        needs such a token is refused."""
+        needs such a token is refused. lazy: parse tokenizer.json on first use, which takes a second for a vocabulary of
+        262,144."""
         path = model_dir / "tokenizer.json"
         if not is_there(path):
             raise NotFoundError(
@@ -43,42 +95,57 @@ class Tokenizer:
         if "added_tokens_decoder" not in self.config:  # transformers reads the older file only in this case
             self.config |= read_object(model_dir / "special_tokens_map.json")
         self.template_source = self._find_template(model_dir)
-        if self.has_template:
+        self._path, self._given_embeddings = path, num_embeddings
+        if self.has_template and not lazy:
             template_process.warm_up()
-        raw = read_text(path, LARGE_BYTES)
-        with checked(lambda error: UsageError(f"{path} is not a readable tokenizer: {error}", AGAIN)):
-            self._read(raw)
-        self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
-        self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
-        self.text_encoder = TextEncoder(self._plain, self._control, self._num_embeddings)
+        self._content = read_bytes(path, LARGE_BYTES)
+        self.fingerprint = hashlib.blake2b(self._content, digest_size=16).hexdigest()
+        if not lazy:
+            _ = self._stages
 
-    def _read(self, raw: str) -> None:
-        data = stages_of(raw)
-        check_growth(data)
-        self._tokenizer = tokenizers.Tokenizer.from_str(raw)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.decoder: dict[str, Any] | None = data.get("decoder")
-        self._has_bytes = "ByteFallback" in json.dumps(self.decoder)
-        added = data.get("added_tokens") or ()
-        self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
-        self._special_ids = frozenset(token["id"] for token in added if token["special"])
-        model = self._tokenizer.model
-        name, unknown_id = data["model"].get("unk_token"), data["model"].get("unk_id")
-        # stands for unknown text: no forged control token
-        unknown = {unknown_id if name is None else model.token_to_id(name)}
-        template = self.template_source or ""
-        self._control = {
-            token["id"]: str(token["content"])
-            for token in added
-            if token["id"] not in unknown and is_control(token["content"], special=token["special"], template=template)
-        }
-        self.control_ids = frozenset(self._control)
-        middle = for_the_middle(data)
-        self._middle = self._tokenizer if middle is data else sharing_model(self._tokenizer, middle, added)
-        # Text is encoded by a copy without control tokens, so `<|im_end|>` in a document is several plain pieces.
-        kept = without_added(added, self.control_ids | unknown, model)
-        self._plain = sharing_model(self._tokenizer, middle, kept)
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything that encoding, decoding and rendering depend on."""
+        files = self.fingerprint, self.config, self.template_source, self._given_embeddings
+        return (*files, tokenizers.__version__, metadata.version("jinja2"))
+
+    @cached_property
+    def _stages(self) -> _Stages:
+        identity = self.fingerprint, self.template_source or ""
+        if (stages := _STAGES.get(identity)) is None:
+            raw = text_of(self._path, self._content)
+            with checked(lambda error: UsageError(f"{self._path} is not a readable tokenizer: {error}", AGAIN)):
+                stages = _STAGES[identity] = _Stages.of(raw, self.template_source or "")
+        self._content = b""
+        return stages
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        return self._stages.whole
+
+    @property
+    def decoder(self) -> Stage | None:
+        return self._stages.decoder
+
+    @cached_property
+    def _has_bytes(self) -> bool:
+        return "ByteFallback" in json.dumps(self.decoder)
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        return self._stages.added_ids
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset(self._stages.control)
+
+    @cached_property
+    def _num_embeddings(self) -> int:
+        return self.vocab_size if self._given_embeddings is None else self._given_embeddings
+
+    @cached_property
+    def text_encoder(self) -> TextEncoder:
+        return TextEncoder(self._stages.plain, self._stages.control, self._num_embeddings)
 
     def to_json(self) -> str:
         """Return tokenizer.json as tokenizers writes it."""
@@ -119,7 +186,7 @@ class Tokenizer:
     def encode_template_rest(self, text: str) -> list[int]:
         """Encode template text that follows other text: the first run, up to a control token, as the middle of a text;
         later runs as text after a control token."""
-        first = self._encode(self._middle, text)
+        first = self._encode(self._stages.middle, text)
         whole = self.encode_template(text)
         return first[: self._first_control(first)] + whole[self._first_control(whole) :]
 
@@ -141,7 +208,7 @@ class Tokenizer:
 
     def is_silent(self, token_id: int) -> bool:
         """Return whether `decode` skips the id: a special token, or not in the vocabulary (embeddings are padded)."""
-        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+        return token_id in self._stages.special_ids or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
         """Return whether the id is one byte, such as <0x0A>, of a run that `decode` decodes as a whole."""
@@ -165,7 +232,7 @@ class Tokenizer:
     def special_in(self, text: str) -> str | None:
         """Return the first special token that occurs in the text, or None."""
         ids = ids_of(self._tokenizer, text)
-        found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
+        found = next((i for i in ids if i in self._stages.special_ids and i in self.control_ids), None)
         return None if found is None else str(self._tokenizer.id_to_token(found))
 
     def render(self, messages: list[dict[str, str]], now: datetime, variables: Mapping[str, Any]) -> Rendered:

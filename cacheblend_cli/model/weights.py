@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 from collections.abc import Callable, Mapping
@@ -10,11 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import xxhash
 from cacheblend_kernels import RowTable, compiled
 from torch import Tensor
 
-from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
@@ -22,7 +19,6 @@ from cacheblend_cli.model.device import check_host_room
 from cacheblend_cli.model.host_memory import available_memory
 from cacheblend_cli.model.kv_scales import is_kv_scale
 from cacheblend_cli.model.linear import Weight
-from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
@@ -211,21 +207,6 @@ def _tie(weights: Weights) -> None:
         weights["embed"] = weights["lm_head"] = embed if head is None else head  # type: ignore[assignment]
     elif isinstance(embed, Tensor) and isinstance(head, Tensor) and torch.equal(embed, head):
         weights["lm_head"] = embed
-
-
-def weights_digest(model_dir: Path) -> str:
-    """Return xxh3-128 over all weight files, hex. Cached per (path, size, mtime, inode) in the user's cache."""
-    files = checkpoint_files(model_dir)
-    stamps = ((str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()])
-    memo = user_cache.place("weights", *stamps)
-    if len(known := user_cache.recall(memo)) == 32:
-        return known
-    digest = xxhash.xxh3_128()
-    for file in files:
-        with open(file, "rb") as stream:
-            hashlib.file_digest(stream, lambda: digest)  # type: ignore[arg-type, return-value]
-    user_cache.keep(memo, digest.hexdigest())
-    return digest.hexdigest()
 
 
 def deltas_of(

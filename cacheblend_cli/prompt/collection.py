@@ -19,7 +19,9 @@ from cacheblend_cli.prompt.template import PromptTemplate
 if TYPE_CHECKING:
     import torch
 
-    from cacheblend_cli.model.loading import LoadedModel
+    from cacheblend_cli.model.decoder import Decoder
+    from cacheblend_cli.model.description import ModelDescription
+    from cacheblend_cli.model.states import StateLayout
 
 EXACT = "exact"
 """--kv-dtype exact: KV as computed, in the model's dtype."""
@@ -31,7 +33,7 @@ LONGEST_RUN = 32768
 _CHUNK = 512  # tokens of a chunk, the default: scales of a chunk count to its tokens
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -40,9 +42,9 @@ def salt_digest(salt: str) -> str:
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest() if salt else ""
 
 
-def codec_of(kv_dtype: str, dtype: torch.dtype, spec: ModelSpec) -> str:
-    """Return the codec for a --kv-dtype setting. dtype: dtype of the model. A hybrid's KV is exact by default: it is
-    small beside the states, and then an answer is that of a full prefill to the bit."""
+def codec_of(kv_dtype: str, dtype: torch.dtype | str, spec: ModelSpec) -> str:
+    """Return the codec for a --kv-dtype setting. dtype: dtype of the model, or its name. A hybrid's KV is exact by
+    default: it is small beside the states, and then an answer is that of a full prefill to the bit."""
     default = EXACT if spec.recurrent else DEFAULT_CODEC
     name = default if kv_dtype == "auto" else kv_dtype
     return dtype_name(dtype) if name == EXACT else name
@@ -66,15 +68,20 @@ def kv_facts(spec: ModelSpec, kv_dtype: str, dtype: torch.dtype, memory_bytes: f
 class Collection:
     """All parts of a chunk key except the chunk and its left context."""
 
-    model: LoadedModel
+    model: ModelDescription
     template: PromptTemplate  # only its prefix is part of the key
     codec: str
     salt: str
     computed_in: str = ""  # dtype in which the chunks were computed; "": the dtype of the model
 
     @classmethod
-    def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
-        return cls(model, template, codec_of(kv_dtype, model.decoder.dtype, model.spec), salt)
+    def of(cls, model: ModelDescription, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
+        return cls(model, template, codec_of(kv_dtype, model.dtype, model.spec), salt)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model's decoder, loaded on first use."""
+        return self.model.loaded.decoder
 
     def in_codec(self, kv_dtype: str) -> Collection:
         return Collection.of(self.model, self.template, kv_dtype, self.salt)
@@ -120,11 +127,10 @@ class Collection:
         The window must fit the model's context, and stay below the length at which RoPE changes its frequencies,
         because chunks of one window are collected together.
         """
-        rope, limit = self.model.decoder.rope, self.model.spec.max_context
-        if self.model.spec.recurrent:  # a state is right only behind the whole document so far
+        spec = self.model.spec
+        if spec.recurrent:  # a state is right only behind the whole document so far
             wanted = LONGEST_RUN
-        if rope.switches_at is not None:
-            limit = min(limit, rope.switches_at)
+        limit = min(spec.max_context, spec.rope_switches_at or spec.max_context)
         return min(wanted, limit - len(self.prefix_ids))
 
     @property
@@ -134,7 +140,7 @@ class Collection:
     @property
     def prefix_codec(self) -> str:
         """Codec of the prefix's KV: exact, because every prompt has it and most attention goes to its first tokens."""
-        return dtype_name(self.model.decoder.dtype)
+        return self.model.dtype
 
     @property
     def prefix_bytes(self) -> int:
@@ -153,9 +159,14 @@ class Collection:
         """Return the bytes of each blob of a chunk: one per layer, and one with a hybrid's state."""
         return [*map(blob_size, self._layers(num_tokens)), *self._state_bytes]
 
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """Layout of a hybrid's state, which is known when it is loaded."""
+        return self.decoder.state_layout if self.model.spec.recurrent else None
+
     @cached_property
     def _state_bytes(self) -> list[int]:
-        layout = self.model.decoder.state_layout
+        layout = self.state_layout
         return [] if layout is None else [blob_size(state_spec(layout.stored))]
 
     def _layers(self, num_tokens: int, codec: str = "") -> list[BlobSpec]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cached_property
 from itertools import chain, count, zip_longest
+from typing import NamedTuple
 
+import msgspec
+
+from cacheblend_cli import user_cache
 from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.template_process import Rendered
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags, find_tags
 from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.version import __version__
 
 _ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and other formats escape
 CHANNEL = "<|channel|>"  # gpt-oss uses channels instead of tags: see `engine/core/detokenizer.py: Channels`
@@ -25,6 +31,7 @@ class PromptTemplate:
     tokenizer: Tokenizer
     wording: Wording
     prefix_ids: tuple[int, ...]
+    prefix_text: str  # of the ids
     before_chunks: str
     before_question: str
     after_question: str
@@ -116,6 +123,31 @@ def _first_difference(a: str, b: str) -> tuple[str, str]:
     return a[around], b[around]
 
 
+class _Kept(NamedTuple):
+    """A PromptTemplate without tokenizer and wording."""
+
+    prefix_ids: tuple[int, ...]
+    prefix_text: str
+    before_chunks: str
+    before_question: str
+    after_question: str
+    day: date | None
+
+
+def kept_template(tokenizer: Tokenizer, wording: Wording, day: date | None = None) -> PromptTemplate:
+    """Return `split_template`, from the user's cache if it is there. It then needs no vocabulary."""
+    day = day or date.today()
+    identity = __version__, *tokenizer.identity, wording.to_dict()
+    for printed in (None, day):
+        with suppress(ValueError):
+            kept = msgspec.json.decode(user_cache.recall(user_cache.place("templates", *identity, printed)), type=_Kept)
+            return PromptTemplate(tokenizer, wording, *kept)
+    template = split_template(tokenizer, wording, day)
+    kept = _Kept(*(getattr(template, name) for name in _Kept._fields))
+    user_cache.keep(user_cache.place("templates", *identity, template.day), msgspec.json.encode(kept).decode())
+    return template
+
+
 def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
     """Render the chat template with sentinels, and split it at these.
 
@@ -134,8 +166,8 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
         )
     prefix, rest = rendered.text.split(marks.chunks)
     before, after = rest.split(question)
-    prefix_ids, day_in_prefix = tuple(tokenizer.encode_template(prefix)), day if rendered.has_date else None
-    return PromptTemplate(tokenizer, wording, prefix_ids, prefix, before, after, day_in_prefix)
+    ids, day_in_prefix = tuple(tokenizer.encode_template(prefix)), day if rendered.has_date else None
+    return PromptTemplate(tokenizer, wording, ids, tokenizer.decode(ids, False), prefix, before, after, day_in_prefix)
 
 
 class Marks:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,8 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cacheblend_cli.client import Connection
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.host_memory import is_short_for, resident_memory
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.warm_socket import WarmSocket
@@ -134,70 +131,10 @@ _BACKLOG = 128
 logger = logging.getLogger("cacheblend")
 
 
-def bind_tcp(name: str, port: int) -> socket.socket:
-    """Return a listening socket, which reserves the address; connections wait until the server runs. Raises UsageError
-    if the address is not available."""
-    family = socket.AF_INET6 if ":" in name else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((name, port))
-        bound.listen()
-    except OSError as error:
-        bound.close()
-        raise UsageError(
-            f"cannot listen on {name}:{port}: {error.strerror}", "choose another --port; 0: any free port"
-        ) from error
-    return bound
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """Return a listening socket for this user only (mode 0600). Replaces a stale one. Raises UsageError if another
-    server listens at the path, or the socket cannot be created."""
-    if Connection.is_open(path):
-        raise UsageError(f"a server already listens on {path}", "see cacheblend serve --status; end it with --stop")
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    before = os.umask(0o177)
-    try:
-        if path.exists() and not path.is_socket():
-            raise OSError(0, "the path is not a socket")
-        new.unlink(missing_ok=True)
-        bound.bind(os.fspath(new))
-        bound.listen()
-        new.rename(path)
-    except OSError as error:
-        bound.close()
-        raise UsageError(
-            f"cannot listen on {path}: {error.strerror or error}",
-            "choose a shorter path in a directory you can write to",
-        ) from error
-    finally:
-        os.umask(before)
-    return bound
-
-
-def remover(path: Path) -> Callable[[], None]:
-    """Return a function that removes the current socket at the path, but not one that a later server put there."""
-
-    def identity() -> tuple[int, int] | None:
-        with suppress(OSError):
-            info = path.lstat()
-            return info.st_ino, info.st_ctime_ns
-        return None
-
-    own = identity()
-
-    def remove() -> None:
-        if identity() == own:
-            path.unlink(missing_ok=True)
-
-    return remove
-
-
 class Server(uvicorn.Server):
     """Serve until SIGINT, SIGTERM, --stop or --idle-exit. A second SIGINT stops without waiting for answers.
-    idle_exit_s: stop after this time without a request, 0: never. grace_s: time for answers to finish when stopping."""
+    idle_exit_s: stop after this time without a request, and when the store is gone; 0: never. yields_memory: stop also
+    when memory is short and no request is running. grace_s: time for answers to finish when stopping."""
 
     def __init__(
         self,
@@ -207,9 +144,11 @@ class Server(uvicorn.Server):
         *,
         grace_s: float,
         idle_exit_s: float,
+        yields_memory: bool = False,
         limits: ConnectionLimits | None = None,
     ) -> None:
         self._state, self._warm, self._grace_s, self._idle_exit_s = state, warm, grace_s, idle_exit_s
+        self._yields_memory = yields_memory
 
         async def by_socket(scope: Any, receive: Any, send: Any) -> None:
             await (warm.app if warm.owns(scope["server"]) else app)(scope, receive, send)
@@ -226,7 +165,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=_ERROR_S,
         )
         super().__init__(config)
-        warm.on_stop = self.end
+        warm.on_stop, warm.idle_exit_s = self.end, idle_exit_s
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on these sockets and the warm socket. Closes them."""
@@ -246,7 +185,11 @@ class Server(uvicorn.Server):
             for connection in self.connections:
                 if not self._warm.owns(connection.server):  # the command line may read slowly
                     connection.check(now, max(0.0, late))
-            if self._idle_exit_s and not self._state.finishing and self._state.idle_s >= self._idle_exit_s:
+            is_idle = not self._state.finishing and self._state.idle_s >= self._idle_exit_s
+            if self._idle_exit_s and (is_idle or not self._warm.is_in_place):
+                self.end()
+            elif self._yields_memory and self._state.idle_s and not self.should_exit and _memory_is_short():
+                logger.warning("memory is short: the engine ends")
                 self.end()
 
     @property
@@ -293,3 +236,7 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _memory_is_short() -> bool:
+    return is_short_for(resident_memory() or 0)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
-from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -21,22 +20,25 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done
 from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.model.host_memory import resident_memory
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.idle import IdleWork
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
-from cacheblend_cli.sockets import PROTOCOL
+from cacheblend_cli.sockets import PROTOCOL, SocketFile
 from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Piece, Progress, SearchParams
 from cacheblend_cli.version import __version__
 
 Record = dict[str, Any]
+_ALWAYS = ("/engine/status", "/engine/stop")
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ class _FinishBody:
 
 
 class WarmSocket:
-    """HTTP application of the socket. url: public address, for --status. on_stop: callback that stops the server."""
+    """HTTP application of the socket. file: of the bound socket, in its place as long as the store is. url: public
+    address, for --status. on_stop: callback that stops the server. idle_exit_s: 0 for never."""
 
-    def __init__(self, state: ServerState, bound: socket, path: Path, url: str) -> None:
-        self._state, self.socket, self._path, self._url = state, bound, path, url
+    def __init__(self, state: ServerState, bound: socket, file: SocketFile, url: str) -> None:
+        self._state, self.socket, self._file, self._url = state, bound, file, url
         self._engine, self._address = state.engine, (bound.getsockname(), None)
         self.idle = IdleWork(state)
         events = {
@@ -70,8 +73,20 @@ class WarmSocket:
             "finish": self._finish, "status": self._status, "stop": self._stop,
         }  # fmt: skip
         own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
-        self.app = Starlette(routes=[*own, Mount("/", make_app(state, is_owner=True))])
+        self._routes = Starlette(routes=[*own, Mount("/", make_app(state, is_owner=True))])
         self.on_stop: Callable[[], None] = lambda: None
+        self.idle_exit_s = 0.0
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, unless the socket was moved with its store: then the client means that store, and this
+        engine reads what is at the store's path now."""
+        is_meant = self.is_in_place or scope["path"] in _ALWAYS
+        await (self._routes if is_meant else Response(status_code=503))(scope, receive, send)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether socket and store were not moved, removed or replaced."""
+        return self._file.is_in_place
 
     def owns(self, address: tuple[str, int | None] | None) -> bool:
         """Return whether a connection with this local address belongs to the socket."""
@@ -79,7 +94,7 @@ class WarmSocket:
 
     def leave(self) -> None:
         """Accept no more connections: the next command finds no engine."""
-        self._path.unlink(missing_ok=True)
+        self._file.remove()
 
     def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(request: HttpRequest) -> Response:
@@ -95,7 +110,9 @@ class WarmSocket:
         state = self._state
         yield {
             "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": state.model,
-            "url": self._url, "socket": str(self._path), "up_s": round(time.time() - state.started, 1), "idle_s": round(state.idle_s, 1),
+            "store": os.path.abspath(state.store.path), "url": self._url, "socket": str(self._file.path),
+            "own": self._url == f"unix:{self._file.path}", "memory_bytes": resident_memory(),
+            "up_s": round(time.time() - state.started, 1), "idle_s": round(state.idle_s, 1), "idle_exit_s": self.idle_exit_s,
             "missing": self.idle.num_missing, "computing": self.idle.computing, **vars(state.engine.service.stats()),
         }  # fmt: skip
 

@@ -190,7 +190,10 @@ class Settings:
         choices=("auto", "float8_e4m3"),
     )
     keep_alive: str = _setting(
-        "", "Answer with a background engine that exits after being idle this long, such as 10m. 0: off."
+        "",
+        "Time for which an answer leaves an engine running for the next questions, such as 10m; 0: off. Off by default under CI and "
+        "sudo, and for a container's entry point.",
+        shown="5m on a terminal, else 0",
     )
 
     @property

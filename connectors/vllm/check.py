@@ -26,7 +26,7 @@ from typing import Any
 import httpx2
 
 from cacheblend_cli import Engine
-from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 CONNECTOR = Path(__file__).parent

@@ -175,6 +175,7 @@ def test_an_interrupt_says_what_is_true_of_the_command(
     cli: Cli, docs: Path, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.stored_documents import StoredDocuments
     from cacheblend_cli.evaluation import evaluate
 
     def stop(*args: object, **kwargs: object) -> None:
@@ -188,8 +189,8 @@ def test_an_interrupt_says_what_is_true_of_the_command(
         assert message == "interrupted"
         return hint
 
-    for name in ("events", "precompute"):
-        monkeypatch.setattr(Engine, name, stop)
+    monkeypatch.setattr(Engine, "events", stop)
+    monkeypatch.setattr(StoredDocuments, "precompute", stop)
     assert interrupted("precompute", "docs")
     assert interrupted("precompute", "docs", "--dry-run") == ""
     assert interrupted("ask", "alpha?") == ""

@@ -303,7 +303,7 @@ BAD = [
     (("ask", "q " * 600, "--top-k", "1"), 2),
     (("precompute", "docs", "--attention-backend", "magic"), 2),
     (("ask", "q", "--device", "abacus"), 2),
-    (("precompute", "docs", "--device", "cpu", "--attention-backend", "triton"), 5),
+    (("precompute", "docs", "--force", "--device", "cpu", "--attention-backend", "triton"), 5),
     (("precompute", "nowhere"), 3),
     (("precompute", "docs", "--chunk-tokens", "0"), 2),
     (("precompute", "docs", "--chunk-tokens", "9999"), 2),

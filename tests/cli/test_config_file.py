@@ -161,6 +161,7 @@ def test_an_error_about_a_flag_that_was_not_given_names_its_origin(cli: Cli, fil
 
 
 def test_show_has_common_settings_and_those_that_are_set(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CACHEBLEND_KEEP_ALIVE")
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd")
     shown, every = cli("config", "show"), cli("config", "show", "--all")
     names = [line.split()[0] for line in shown.out.splitlines() if line]

@@ -14,7 +14,7 @@ from cacheblend_cli.blend import corrections, selectors
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.corpus import search
 from cacheblend_cli.engine.config import POOL_DTYPES
-from cacheblend_cli.model.loading import DTYPES, WEIGHT_DTYPES
+from cacheblend_cli.model.description import DTYPES, WEIGHT_DTYPES
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import blend
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_full_device(command: str, tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[0] == b"error: writing failed: No space left on device"
     assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_messages_that_a_full_disk_does_not_take() -> None:
+    """An engine's log may be on it."""
+    with suppress(OSError), open("/dev/full", "w") as full:  # raised when it is closed
+        Output(err=full).note("one")
+        noted = True
+    assert noted
 
 
 @pytest.mark.parametrize("command", ["config show", "config show --json", "--version", "--help"])

@@ -120,6 +120,7 @@ def test_a_bad_file_and_its_key_are_named(here: Path, text: str, key: str) -> No
 
 
 def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CACHEBLEND_KEEP_ALIVE")
     monkeypatch.setenv("CACHEBLEND_SEED", "")
     assert resolve({}).settings == Settings()
     monkeypatch.setenv("CACHEBLEND_SEED", "7")

@@ -111,24 +111,6 @@ def test_a_pipe_gets_names_raw(cli: Cli, docs: Path) -> None:
     assert cli("search", "gamma", "--json").records[0]["source"] == "docs/two\nlines.md"
 
 
-def test_a_model_that_loads_long_says_once_how_it_stays_loaded(
-    shown: Callable[..., list[str]], cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def suggested(lines: list[str]) -> int:
-        return sum("serve --background" in line for line in lines)
-
-    ask = ("ask", "alpha?", "--max-tokens", "1")
-    assert suggested(shown(80, *ask)) == 0  # a tiny model
-    monkeypatch.setattr("cacheblend_cli.cli.ask_session._LARGE", 0)
-    assert suggested(shown(80, *ask, "--quiet")) == 0
-    assert [suggested(shown(80, *ask)) for _ in range(2)] == [1, 0]
-
-
-def test_what_is_no_terminal_gets_no_suggestion(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_cli.cli.ask_session._LARGE", 0)
-    assert "serve --background" not in cli("ask", "alpha?", "--max-tokens", "1").err
-
-
 def test_long_work_says_a_line_a_minute_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("cacheblend_cli.cli.output.time.monotonic", lambda: clock[0])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_cli.cli import main
-from cacheblend_cli.cli.main import SPIN_COUNT, VARIABLES, _cpus_are_short, limit_spinning
+from cacheblend_cli.cli.main import QUIET_SPIN_COUNT, SPIN_COUNT, VARIABLES, _cpus_are_short, limit_spinning
 
 
 def test_the_entry_point_sets_a_short_spin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_a_quiet_machine_keeps_the_default(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(main, "_cpus_are_short", lambda: False)
     environment: dict[str, str] = {}
     limit_spinning(environment)
-    assert environment == {}
+    assert environment == {"GOMP_SPINCOUNT": QUIET_SPIN_COUNT}  # also of the engines that this process starts
 
 
 @pytest.mark.parametrize(("running", "short"), [(1, False), (2, True), (9, True)])
@@ -74,10 +74,9 @@ def test_torchs_libgomp_reads_it_when_it_is_loaded() -> None:
     library = Path(torch.submodule_search_locations[0]) / "lib/libgomp.so.1"
     if not library.exists():
         pytest.skip("torch came without libgomp")
-    code = (
-        "import ctypes; from cacheblend_cli.cli import main; main._cpus_are_short = lambda: True; main.limit_spinning(); "
-        f"ctypes.CDLL({str(library)!r})"
-    )
+    code = "import ctypes; from cacheblend_cli.cli import main; main._cpus_are_short = lambda: True; "
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | {"OMP_DISPLAY_ENV": "VERBOSE"}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in told.stderr
+    for limit, count in (("main.limit_spinning(); ", SPIN_COUNT), ("", QUIET_SPIN_COUNT)):
+        command = [sys.executable, "-c", f"{code}{limit}ctypes.CDLL({str(library)!r})"]
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert f"GOMP_SPINCOUNT = '{count}'" in told.stderr

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stored_texts import put_document as put
 
-from cacheblend_cli.corpus.contexts import TfIdf
 from cacheblend_cli.corpus.normalise import fts5_tokenizer, indexed, normalised, search_words, unspaced
 from cacheblend_cli.corpus.ranking import query_terms
 from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.corpus.similarity import TfIdf
 
 PAGES = {
     "ko-office": "서울에서 열린 회의의 예산은 4417만 원입니다. 담당자는 김민수입니다.",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from cacheblend_cli.corpus.contexts import Neighbours, Passage, TfIdf, document_contexts
+from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
+from cacheblend_cli.corpus.similarity import TfIdf
 
 TEXTS = [
     "The billing team sends invoices on Monday.",

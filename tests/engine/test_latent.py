@@ -22,6 +22,7 @@ from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.model import loading
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.rank_shard import check_divisible
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
@@ -180,7 +181,7 @@ def test_a_backend_without_kernels_for_it_is_refused_and_auto_takes_torch(
     monkeypatch.setattr(
         loading, "select_backend", lambda name, device: real(name, device) if name == "torch" else Other()
     )
-    precision = loading.Precision("float32")
+    precision = Precision("float32")
     with pytest.raises(DeviceError) as refused:
         loading.load_model(folder / "model", "m", torch.device("cpu"), precision, "triton")
     assert "MLA" in refused.value.message

@@ -278,6 +278,9 @@ def test_a_containers_limit_is_the_memory(tmp_path: Path, monkeypatch: pytest.Mo
     for text, limit in (("max\n", 4 << 20), ("1048576\n", 1 << 20)):
         (tmp_path / "memory.max").write_text(text)
         assert host_memory.available_memory() == limit
+    (tmp_path / "memory.current").write_text("614400\n")
+    (tmp_path / "memory.stat").write_text("anon 409600\ninactive_file 204800\n")
+    assert host_memory.available_memory() == (1 << 20) - 409600
     assert host_memory.total_memory() == 1 << 20
 
 

@@ -18,7 +18,8 @@ from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.description import Precision
+from cacheblend_cli.model.loading import load_model
 
 N, BLOCK = 40, 16
 IDS = list(range(5, 5 + N))

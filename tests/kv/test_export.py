@@ -17,8 +17,9 @@ from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.kv_scales import KVScales
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
 
 NUM_TOKENS = 40
 NAMES = [

@@ -23,7 +23,9 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
+from cacheblend_cli.model.description import Precision
+from cacheblend_cli.model.loading import LoadedModel, load_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TOLERANCE = 1e-4

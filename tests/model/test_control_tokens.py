@@ -130,7 +130,7 @@ def test_a_control_token_that_the_vocabulary_merges_is_cut_apart(tmp_path: Path)
     tokenizer = Tokenizer(tmp_path, 1000)
     ids = made.get_vocab()
     assert own_ids(tmp_path, "aXb") == [ids["aXb"]]
-    assert tokenizer._plain.encode("aXb").ids == [ids["aXb"]], "the merges alone yield it"
+    assert tokenizer._stages.plain.encode("aXb").ids == [ids["aXb"]], "the merges alone yield it"
     for text in ("aXb", "aaXbb", "aXaXb", "is aX the aXb"):
         found = tokenizer.encode_text(text)
         assert tokenizer.control_ids.isdisjoint(found)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model import tokenizer
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.families import read_spec
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
 
 NORM, EXTRA = "model.norm.weight", "model.layers.9.mlp.up_proj.weight"
 Tensors = dict[str, torch.Tensor]

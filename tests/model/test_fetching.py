@@ -15,7 +15,9 @@ from huggingface_hub import snapshot_download
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
-from cacheblend_cli.model.loading import Precision, load_model, resolve_model
+from cacheblend_cli.model.description import Precision
+from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.locate import resolve_model
 
 SMALL = {"config.json", "tokenizer.json", "tokenizer_config.json"}
 

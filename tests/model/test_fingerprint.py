@@ -21,8 +21,9 @@ from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.model.description import Precision, model_fingerprint
 from cacheblend_cli.model.families import spec_from_config
-from cacheblend_cli.model.loading import Precision, load_model, model_fingerprint
+from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def test_what_changes_logits_changes_the_fingerprint(model: HubModel, tmp_path: 
     config.pop("vision_config", None)  # pictures are not read
 
     def fingerprint(config: dict[str, Any]) -> str:
-        return model_fingerprint(spec_from_config(config), path, torch.float32)
+        return model_fingerprint(spec_from_config(config), path, "float32")
 
     def check(edits: dict[Place, Any]) -> None:
         """All at once, and by halves where that is refused or changes anything."""

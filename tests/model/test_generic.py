@@ -24,10 +24,11 @@ from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.generic_check import check_generic
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.generic.seam import KeyRule
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 CPU = torch.device("cpu")

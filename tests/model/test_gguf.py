@@ -28,8 +28,10 @@ from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model.checkpoint import tensor_source
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.gguf_files import conversion, reader
-from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
+from cacheblend_cli.model.loading import LoadedModel, load_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

@@ -15,7 +15,7 @@ from gguf_files import write_gguf
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.gguf_files import reader
-from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.locate import resolve_model
 
 STRING, ARRAY, UINT32, UINT8 = 8, 9, 4, 0
 

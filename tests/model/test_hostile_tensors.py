@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.reader import CheckedReader
 from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
-from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.safetensors_header import MOST_HEADER_BYTES, safetensors_offsets
 
 

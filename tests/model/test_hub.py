@@ -15,7 +15,7 @@ from hub_server import BYTES, COMMIT, ID, Hub
 
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.hub import HubName, cached, fetch
-from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.on_disk import models_on_disk
 
 

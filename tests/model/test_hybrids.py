@@ -16,10 +16,11 @@ from transformers import NemotronHConfig
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.generic_check import check_generic
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.generic.recurrent import _Held
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.states import LaunchStates, StateLayout
 
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -88,7 +88,8 @@ def test_a_process_keeps_so_many_products_at_most(tmp_path: Path) -> None:
     code = f"""
 import torch
 from pathlib import Path
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.description import Precision
+from cacheblend_cli.model.loading import load_model
 load_model(Path({str(tmp_path / "m")!r}), "m", torch.device("cpu"), Precision("float32"), "torch")
 from cacheblend_cli.model.linear import Linear
 product = Linear(torch.ones(64, 64, dtype=torch.bfloat16))

@@ -20,9 +20,11 @@ from cacheblend_cli.demo import model_dir
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model import loading, sharded
+from cacheblend_cli.model import sharded
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.families import read_spec
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.sharded import Cut
 from cacheblend_cli.model.weights import load_weights
 
@@ -78,7 +80,7 @@ def test_rows_in_a_checkpoint_equal_copied_ones(tmp_path: Path, name: str, monke
 def test_rows_in_a_gguf_file_equal_copied_ones(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", kind)
-    check_alike(loading.resolve_model(str(tmp_path / "m.gguf")), monkeypatch)
+    check_alike(resolve_model(str(tmp_path / "m.gguf")), monkeypatch)
 
 
 @needs_compiled

@@ -10,7 +10,7 @@ from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import ExitCode, NotFoundError
 from cacheblend_cli.model import named
-from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.locate import resolve_model
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from hub_models import HubModel
 from parity import compare, write_documents
 
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.description import Precision
+from cacheblend_cli.model.loading import load_model
 
 RUN = [*hub_models.RUN, *hub_families.RUN, *hub_generic.RUN]
 REFUSED = [*hub_models.REFUSED, *hub_families.REFUSED, *hub_generic.REFUSED]

@@ -22,7 +22,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.gguf_files import quantise
-from cacheblend_cli.model.gguf_files.conversion import model_dir_of
+from cacheblend_cli.model.gguf_files.folders import model_dir_of
 from cacheblend_cli.model.gguf_files.quantise import FILE, KINDS, is_intact, quantised_folder
 from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 from cacheblend_cli.model.tensor_source import SafetensorsFiles

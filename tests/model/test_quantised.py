@@ -20,8 +20,9 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.model.description import Precision
 from cacheblend_cli.model.families import spec_from_config
-from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TOLERANCE = 1e-4

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,18 +25,21 @@ from cacheblend_store.tier import SharedTier
 from checkpoints import write_checkpoint
 from command_line import Cli, cli_in
 
+from cacheblend_cli.cli.main import run as run_command
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.server import background
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
-from cacheblend_cli.server.http_server import ConnectionLimits, bind_tcp, bind_unix
+from cacheblend_cli.server.binding import bind_tcp, bind_unix
+from cacheblend_cli.server.http_server import ConnectionLimits
 from cacheblend_cli.server.http_server import Server as HttpServer
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm_socket import WarmSocket
 from cacheblend_cli.settings import DEFAULTS, Settings
-from cacheblend_cli.sockets import make_folder, socket_of
+from cacheblend_cli.sockets import SocketFile, make_folder, socket_of
 from cacheblend_cli.types import SamplingParams, overridden
 
 # uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that
@@ -92,6 +100,7 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         connections: ConnectionLimits | None = None,
         tier: SharedTier | None = None,
         retrieve: bool = False,
+        yields_memory: bool = False,
         **of_host: Any,
     ) -> Server:
         number = len(running)
@@ -118,9 +127,10 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         serving = HttpServer(
             make_app(state),
             state,
-            WarmSocket(state, bind_unix(warm_path), warm_path, url),
+            WarmSocket(state, bind_unix(warm_path), SocketFile(warm_path, store.path), url),
             grace_s=grace_s,
             idle_exit_s=idle_exit_s,
+            yields_memory=yields_memory,
             limits=connections,
         )
         loop = asyncio.new_event_loop()
@@ -166,3 +176,33 @@ def server(start: StartServer) -> Server:
 @pytest.fixture
 def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     return cli_in(tmp_path, model, monkeypatch, capsys)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in the background are forks of this process, which has imported torch."""
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
+
+
+class Forked:
+    def __init__(self, command: list[str], *, stdin: int, stdout: Any, **_: Any) -> None:
+        self.pid, self.returncode = os.fork(), 0
+        if self.pid == 0:
+            code = 1
+            gc.freeze()  # what this process has left, such as event loops, would close files that are new here
+            try:
+                os.setsid()
+                null = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin
+                for number, end in enumerate(("r", "w", "w")):
+                    os.dup2(stdout.fileno() if number else null, number)
+                    setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
+                logging.getLogger().handlers.clear()  # pytest's, whose files are closed now
+                os.closerange(3, 1024)
+                code = run_command(command[4:])
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode if pid else None

@@ -1,10 +1,8 @@
-"""Engines in the background: started by `serve --background` or keep_alive, stopped, and killed."""
+"""Engines in the background: started by `serve --background`, stopped, and killed."""
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import os
 import re
 import signal
@@ -12,7 +10,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,12 +18,9 @@ import pytest
 from cacheblend_store import ChunkStore, StorePermission
 from command_line import ASK, PAGES, Cli, process
 
-from cacheblend_cli.cli.main import run
 from cacheblend_cli.cli.units import parse_size
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background
 from cacheblend_cli.server.background import ask_status
-from cacheblend_cli.settings import Settings
 
 
 def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,35 +44,6 @@ def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pyte
     assert list(Path("new").glob("*.sock")) == []
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines in the background are forks of this process, which has imported torch."""
-    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
-
-
-class Forked:
-    def __init__(self, command: list[str], *, stdout: Any, **_: Any) -> None:
-        self.pid, self.returncode = os.fork(), 0
-        if self.pid == 0:
-            code = 1
-            gc.freeze()  # what this process has left, such as event loops, would close files that are new here
-            try:
-                os.setsid()
-                for number, end in enumerate(("r", "w", "w")):
-                    os.dup2(stdout.fileno() if number else os.open(os.devnull, os.O_RDONLY), number)
-                    setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
-                logging.getLogger().handlers.clear()  # pytest's, whose files are closed now
-                os.closerange(3, 1024)
-                code = run(command[4:])
-            finally:
-                os._exit(code)
-
-    def poll(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode if pid else None
-
-
 def in_background(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Status of the engine that `serve --background` starts."""
     arguments = ("serve", "--background", "--port", "0", "--json")
@@ -86,28 +51,6 @@ def in_background(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     started = cli(*arguments)
     assert started.code == 0, started.err
     return dict(json.loads(started.out))
-
-
-def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
-    for flags in (["--local"], ["--dry-run"]):
-        assert cli(*ASK, *flags).code == 0
-        assert cli("serve", "--status").code == 3
-    with monkeypatch.context() as wrong:
-        wrong.setenv("CACHEBLEND_KEEP_ALIVE", "soon")
-        assert cli(*ASK).code == 2
-    assert cli(*ASK, "--model", "/nowhere", "--chunks", "").code == 3
-    first = cli(*ASK, "--ids", "--json", "--ratio", "0.3")
-    [pid] = [json.loads(line)["pid"] for line in cli("serve", "--status", "--json").out.splitlines()]
-    assert pid != os.getpid()
-    assert f"by the engine of process {pid}" in cli(*ASK).last
-    assert cli("serve", "--stop").code == 0
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "0")
-    assert (
-        json.loads(first.out)["generated_ids"]
-        == json.loads(cli(*ASK, "--ids", "--json", "--ratio", "0.3").out)["generated_ids"]
-    )
-    assert cli("serve", "--status").code == 3
 
 
 def test_an_engine_over_a_read_only_store(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,32 +72,6 @@ def test_an_engine_over_a_read_only_store(cli: Cli, forked: None, monkeypatch: p
     assert json.loads(again.out)["url"] == url
     assert "already running" in again.err
     assert cli("serve", "--stop").code == 0
-
-
-def test_keep_alive_without_the_extra_serve(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = UsageError("serve needs uvicorn, which is not installed", "pip install '.[serve]'")
-    monkeypatch.setattr("cacheblend_cli.cli.ask_session.missing", lambda *packages: error)
-    short = (*ASK, "--max-tokens", "2", "--chunks", "")
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
-    answered = cli(*short)
-    assert answered.code == 0, answered.err
-    assert ".[serve]" in answered.err
-
-
-def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = list[tuple[float, list[str]]]()
-
-    def note(settings: Settings, idle_exit_s: float, flags: list[str]) -> None:
-        started.append((idle_exit_s, flags))
-
-    monkeypatch.setattr(background, "start_own", note)  # none runs then: the answer is this process's
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "90s")
-    flags = ("--system", "Be kind.", "--dtype", "float32", "--max-tokens", "2", "--top-k", "1", "--chunks", "")
-    answered = cli(*ASK, *flags)
-    assert answered.code == 0, answered.err
-    assert started == [(90.0, ["--dtype=float32", "--system=Be kind."])]
 
 
 def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +116,7 @@ def test_a_killed_engine_does_not_matter(cli: Cli, forked: None, monkeypatch: py
         assert os.waitstatus_to_exitcode(os.waitpid(told["pid"], 0)[1]) == -signal.SIGKILL
         assert ask_status(path) is None
         assert path.exists()
+        assert cli("ps").out == ""
         asked = cli(*ASK)
         assert (asked.code, f"process {told['pid']}" in asked.err) == (0, False), asked.err
         assert cli("chunks", "verify").code == 0

@@ -251,7 +251,7 @@ def test_an_engine_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return SimpleNamespace(run=lambda transport: None)
 
     servers: list[Any] = []
-    monkeypatch.setattr(background, "_started", cannot)
+    monkeypatch.setattr(background, "spawn_own", cannot)
     monkeypatch.setattr(mcp_stdio, "make_server", made)
     mcp_stdio.serve_store(Settings(model="/nowhere", store=str(tmp_path / "store")), (), 60)
 

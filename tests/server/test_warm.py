@@ -22,7 +22,7 @@ from cacheblend_cli import client, sockets
 from cacheblend_cli.client import Client, Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.background import ask_status
-from cacheblend_cli.server.http_server import bind_tcp, bind_unix, remover
+from cacheblend_cli.server.binding import bind_tcp, bind_unix
 from cacheblend_cli.settings import Settings, resolve
 from cacheblend_cli.types import AskRequest
 
@@ -177,11 +177,11 @@ def test_the_same_errors(cli: Cli, server: Any) -> None:
 
 def test_the_client_imports_nothing_heavy(cli: Cli, server: Any) -> None:
     heavy = "('torch', 'numpy', 'transformers', 'pydantic', 'rich', 'asyncio', 'http', 'obstore', 'cryptography')"
-    done = process(
-        *ASK, code=f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
-    )
-    assert done.last == "(0, [])", done.err
-    assert ENGINE in done.err
+    code = f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
+    for command in (ASK, ("ps",)):
+        done = process(*command, code=code)
+        assert done.last == "(0, [])", done.err
+        assert ENGINE in done.err or str(os.getpid()) in done.out
 
 
 def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,15 +225,22 @@ def test_an_address_is_taken_while_the_model_loads(tmp_path: Path) -> None:
             bind_unix(tmp_path / "s.sock")
 
 
+def test_an_address_is_taken_before_torch_is_imported(cli: Cli) -> None:
+    """Commands find an engine that is starting, and wait for it instead of loading the model, too."""
+    seen = "lambda *_: sys.exit(print([m for m in ('torch', 'numpy', 'uvicorn') if m in sys.modules]))"
+    begun = process("serve", code=f"from cacheblend_cli.cli import serve; serve._bind = {seen}; run(sys.argv[1:])")
+    assert begun.out == "[]\n", begun.err
+
+
 def test_a_server_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     with bind_unix(path):
-        first = remover(path)
+        first = sockets.SocketFile(path)
     with bind_unix(path):
-        second = remover(path)
-        first()
+        second = sockets.SocketFile(path)
+        first.remove()
         assert path.is_socket()
-        second()
+        second.remove()
     assert not path.exists()
 
 

@@ -30,9 +30,10 @@ from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.description import Precision, resolve_dtype
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.kv_scales import KVScales
-from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_dtype
+from cacheblend_cli.model.loading import LoadedModel, load_model
 from cacheblend_cli.model.rank_shard import RankShard, check_divisible
 from cacheblend_cli.model.ranks import Ranks
 
@@ -244,7 +245,7 @@ def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.d
     return replace(
         config,
         tensor_parallel=size,
-        dtype=str(resolve_dtype(config.dtype, device, spec, path)).removeprefix("torch."),
+        dtype=resolve_dtype(config.dtype, device.type, spec, path),
         lora=str(Path(config.lora).expanduser().absolute()) if config.lora else None,
         threads=config.threads or (max(1, torch.get_num_threads() // size) if device.type == "cpu" else None),
     )

@@ -159,7 +159,7 @@ def _as_input(
             manifest.token_ids,
             manifest.left_context_ids,
             cached=manifest.has_kv,
-            same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
+            same_regime=collection.decoder.rope.regime(manifest.collected_len) == 0,
             codec=manifest.codec,
             computed_in=own.computed_in,
             has_state=bool(manifest.state) and manifest.has_kv,

@@ -12,11 +12,11 @@ from cacheblend_store.format.blobs import CODECS, REMOVED
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.errors import PromptTooLong
-from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.description import ModelDescription
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import kept_day
-from cacheblend_cli.prompt.template import PromptTemplate, split_template
+from cacheblend_cli.prompt.template import PromptTemplate, kept_template, split_template
 from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.types import PLAIN, AskRequest, SamplingParams
 
@@ -29,10 +29,11 @@ class Prompts:
     """Templates and collections that requests are resolved with. Thread-safe: results depend on the arguments only,
     including the date that a template prints."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: ModelDescription, config: EngineConfig) -> None:
+        self.model: ModelDescription = model
+        self.config = config
         wording = Wording.of(model.path, config.prompt, config.system, config.template_var)
-        self.template = split_template(model.tokenizer, wording)
+        self.template = kept_template(model.tokenizer, wording)
         self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings and dates
         self._templates_lock = threading.Lock()
 
@@ -48,7 +49,8 @@ class Prompts:
             if key not in self._templates:
                 while len(self._templates) >= _TEMPLATES:
                     self._templates.pop(next(iter(self._templates)))
-                self._templates[key] = split_template(self.model.tokenizer, wording, day)
+                split = kept_template if wording == own.wording else split_template  # none of requests is kept
+                self._templates[key] = split(self.model.tokenizer, wording, day)
             return self._templates[key]
 
     def collection(

@@ -82,7 +82,7 @@ class Request:
         nor is KV in few bits at ratio 1."""
         prefix_ids = self.collection.prefix_ids
         total = len(prefix_ids) + sum(len(c.token_ids) for c in self.inputs) + len(self.suffix_ids)
-        short = self.collection.model.decoder.rope.regime(total) == 0
+        short = self.collection.decoder.rope.regime(total) == 0
         again = not self.lossless and self.blend.mode == "blend" and self.blend.ratio == 1
         return plan_prompt(
             prefix_ids,

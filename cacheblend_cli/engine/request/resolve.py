@@ -46,7 +46,9 @@ def resolve(
     Raises NotFoundError for a missing or damaged record and for a search without results; UsageError for an empty
     question, settings that the model lacks, and named chunks without a store; PromptTooLong, StoreErrors.
     """
-    ask = prompts.dated(store, replace(ask, sampling=as_the_model(ask.sampling, ask.model_sampling, prompts.model)))
+    ask = prompts.dated(
+        store, replace(ask, sampling=as_the_model(ask.sampling, ask.model_sampling, prompts.model.loaded))
+    )
     texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
     prompts.check_characters(sum(map(len, texts)), 0)
     planned = _planned(prompts, ask, collect, cancellation)
@@ -59,7 +61,7 @@ def resolve(
 
         request = with_tier(request, store, store.tier)
     request = _with_losses(request)
-    request.notes.extend(model_notes(prompts.model, ask.sampling))
+    request.notes.extend(model_notes(prompts.model.loaded, ask.sampling))
     if prompts.model.spec.recurrent:
         from cacheblend_cli.engine.request.hybrids import check_reuse
 
@@ -153,5 +155,5 @@ def _with_losses(request: Request) -> Request:
             f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: for "
             f"{collection.codec} precompute again, or ask with --dtype {converted[0].computed_in}"
         )
-    codecs, dtype = {c.codec for c in cached} | {collection.codec}, collection.model.decoder.dtype
+    codecs, dtype = {c.codec for c in cached} | {collection.codec}, collection.decoder.dtype
     return replace(request, lossless=not converted and all(is_lossless(codec, dtype) for codec in codecs))

@@ -35,7 +35,7 @@ def with_tier(request: Request, store: ChunkStore, tier: SharedTier) -> Request:
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
         return request
-    if not collection.model.decoder.part.is_whole:
+    if not collection.decoder.part.is_whole:
         raise UsageError(
             "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
         )
@@ -57,15 +57,15 @@ def with_tier(request: Request, store: ChunkStore, tier: SharedTier) -> Request:
 def _found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
     """Return a chunk of the tier as one with stored KV."""
     collected_len = len(collection.prefix_ids) + len(chunk.left_context_ids) + len(chunk.token_ids)
-    decoder = collection.model.decoder
+    decoder = collection.decoder
     regular, has_state = decoder.rope.regime(collected_len) == 0, decoder.state_layout is not None
     return replace(chunk, cached=True, codec=collection.codec, same_regime=regular, has_state=has_state)
 
 
 def full_prefill_s(collection: Collection, num_tokens: int) -> float:
     """Estimate the seconds of a full prefill from this machine's measured speeds, or else for the fastest device."""
-    decoder, spec = collection.model.decoder, collection.model.spec
-    speeds = read_speeds(speed_file(collection.model, collection.codec))
+    decoder, spec = collection.decoder, collection.model.spec
+    speeds = read_speeds(speed_file(collection.model.loaded, collection.codec))
     if speeds is None:
         return 2.0 * decoder.num_parameters * num_tokens / _FASTEST.get(decoder.device.type, _FASTEST["cuda"])
     work = Workload(spec.num_layers, num_tokens, 0, 0.0, num_tokens, num_tokens / 2, 0, kv_share(spec))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.values import shown
+from cacheblend_cli.model.model_files import read_object
 
 FIELD = "quantization_config"
 HINT = (
@@ -29,6 +31,13 @@ class Quantisation:
     zero_offset: int = 0  # added to a packed zero point
     group_size: int = -1  # number of inputs that share a scale, -1: all
     symmetric: bool = True  # by the config the zero point is the middle
+
+
+def quantisation_of(model_dir: Path) -> Quantisation | None:
+    """Return the quantisation method in a checkpoint's config.json; None if not quantised."""
+    config = read_object(model_dir / "config.json")
+    inner = config.get("text_config")
+    return read_quantisation(config.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None))
 
 
 def read_quantisation(values: Any) -> Quantisation | None:

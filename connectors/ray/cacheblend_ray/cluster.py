@@ -250,7 +250,7 @@ class ClusterCollector(Collector):
         Chunks of one window stay together, to compute the left context once.
         """
         collection = self.collection
-        most = _PACKS * pack_tokens(collection.model.decoder.device)
+        most = _PACKS * pack_tokens(collection.decoder.device)
         group, tokens, follows = list[Record](), 0, tuple[int, ...]()
         for planned in chunks:
             if group and tokens >= most and planned.left != follows:

@@ -60,7 +60,10 @@ def nobody_else(store: Path, timeout: float) -> Iterator[None]:
     handle = _open(store / OPEN)
     try:
         if not _wait(handle, fcntl.LOCK_EX, timeout):
-            raise StoreLocked(f"the store at {store} is open in {_holders(store / OPEN)}", "end them, then try again")
+            raise StoreLocked(
+                f"the store at {store} is open in {_holders(store / OPEN)}",
+                "end them (engines: cacheblend stop), then try again",
+            )
         yield
     finally:
         close(handle)
