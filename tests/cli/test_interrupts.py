@@ -55,7 +55,7 @@ def started(at: int, command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("command", "num_moments"),
-    [(["ask", "Who leads billing?"], 20), (["doctor", "--json"], 5), (["precompute", "a.md", "--force"], 5)],
+    [(["ask", "Who leads billing?"], 20), (["doctor", "--json"], 5), (["precompute", "a.md", "--force", "-q"], 5)],
 )
 def test_every_moment_of_a_start_can_be_interrupted(command: list[str], num_moments: int) -> None:
     num_imports = int(started(0, command).stdout)
