@@ -75,6 +75,7 @@ class ModelDescription:
     lora: Path | None = None  # the adapter merged into the weights
     lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
+    weights_digest: str = ""  # digest of the files of the weights
     load: Callable[[], Loaded] = field(default=_never, repr=False, compare=False)
 
     @property
@@ -113,6 +114,7 @@ def describe(
         lora=lora,
         lora_digest=lora_digest,
         weight_dtype=weight_dtype,
+        weights_digest=weights_digest(path),
         load=load,
     )
 

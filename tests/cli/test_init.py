@@ -7,13 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from cacheblend_cli.model.recommend import Machine, recommend
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.model import locate
 from cacheblend_cli.model import recommend as machines
-from cacheblend_cli.model.recommend import Machine, recommend
 
 GB = 10**9
 
