@@ -42,12 +42,23 @@ def init(
     tokens a second and ratio (see ask --ratio). On a terminal it asks which one to use; elsewhere --yes or --model
     downloads one. The model becomes the default of all commands, in the user's settings.
     """
-    from cacheblend_cli.model.catalogue import CATALOGUE
+    from cacheblend_cli.model.catalogue import CATALOGUE, recommend
 
     output, record = Output(json=json, quiet=quiet), dict[str, Any]()
     if model is None:
+        from cacheblend_cli.model.machine import detect
+
         output.status("measuring this machine")
-        chosen = _offer(output, record, ask=not (yes or dry_run or json), take=yes)
+        machine = detect()
+        best = recommend(machine)
+        record = _record(machine, best)
+        _show(machine, best, output)
+        is_asked = not (yes or dry_run or json or quiet) and can_ask(output)
+        chosen = best.model if yes else _ask(best, output) if is_asked else None
+        if not (yes or is_asked):
+            output.note(
+                f"to download {best.name} and make it the default: cacheblend init --yes; another: --model NAME"
+            )
     else:
         chosen = next((m.model for m in CATALOGUE if m.name.lower() == model.lower()), model)
     file, written = settings_file(user=True), chosen is not None and not dry_run
@@ -71,30 +82,31 @@ def _make_default(model: str, file: Path, output: Output) -> None:
     output.note("next: cacheblend precompute FOLDER && cacheblend ask QUESTION")
 
 
-def _offer(output: Output, record: dict[str, Any], *, ask: bool, take: bool) -> str | None:
-    """Show the models, add them to the record, and return the chosen one; None for none. ask: ask which one, if there
-    is a terminal. take: choose the recommended one."""
-    from cacheblend_cli.model.catalogue import CATALOGUE, recommend, tokens_per_s
-    from cacheblend_cli.model.machine import detect
+def _record(machine: Machine, best: CatalogueModel) -> dict[str, Any]:
+    from cacheblend_cli.model.catalogue import CATALOGUE, tokens_per_s
 
-    machine = detect()
-    best = recommend(machine)
-    record |= {"machine": vars(machine), "recommended": best.name}
-    record["models"] = [
+    models = [
         {**vars(m), "tokens_per_s": tokens_per_s(m, machine), "ratio": m.measured_ratio and m.measured_ratio.ratio}
         for m in CATALOGUE
     ]
+    return {"machine": vars(machine), "recommended": best.name, "models": models}
+
+
+def _show(machine: Machine, best: CatalogueModel, output: Output) -> None:
+    from cacheblend_cli.model.catalogue import CATALOGUE
+
     gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
     output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
     rows = [(f"{i}{'*' * (m is best)}", *_row(m, machine)) for i, m in enumerate(CATALOGUE, 1)]
     show_table(("", "model", "size", "tokens/s", "ratio", "licence", ""), rows, output, left=2)
-    if take:
-        return best.model
-    if ask and not output.quiet and can_ask(output):
-        number = choice("which one? (*: recommended, q: none)", len(CATALOGUE), CATALOGUE.index(best) + 1, output)
-        return None if number is None else CATALOGUE[number - 1].model
-    output.note(f"to download {best.name} and make it the default: cacheblend init --yes; another one: --model NAME")
-    return None
+
+
+def _ask(best: CatalogueModel, output: Output) -> str | None:
+    """Return the model that is chosen on the terminal, None for none."""
+    from cacheblend_cli.model.catalogue import CATALOGUE
+
+    number = choice("which one? (*: recommended, q: none)", len(CATALOGUE), CATALOGUE.index(best) + 1, output)
+    return None if number is None else CATALOGUE[number - 1].model
 
 
 def _row(model: CatalogueModel, machine: Machine) -> tuple[str, ...]:

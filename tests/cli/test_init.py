@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cacheblend_kernels import compiled
 from checkpoints import write_checkpoint
 from command_line import Cli, in_process, process
 from gguf_files import write_gguf
@@ -85,8 +87,9 @@ def test_the_catalogue_names_files_of_the_hub_and_ratios_that_are_known() -> Non
 def test_speed_is_measured_here() -> None:
     here = machine.detect()
     assert here.memory_bytes > 0
-    assert here.bytes_per_s > 0
-    assert (tokens_per_s(CATALOGUE[0], here) or 0) > (tokens_per_s(CATALOGUE[-1], here) or 0) > 0
+    assert (here.bytes_per_s > 0) == compiled.multiplies(torch.float32)
+    assert (tokens_per_s(CATALOGUE[0], HERE) or 0) > (tokens_per_s(CATALOGUE[-1], HERE) or 0) > 0
+    assert tokens_per_s(SMALL, Machine(16 * GB, 4, gpu_bytes=24 * GB)) is None
 
 
 def test_the_recommended_model_is_fetched_and_made_the_default(cli: Cli, fetched: list[str]) -> None:
