@@ -137,6 +137,7 @@ class AskSession:
             leave_engine(self._resolved, self._output, memory, on_gpu=on_gpu)
 
     def note_model(self) -> None:
+        """Say once, on a terminal, which model was used without a setting."""
         options.note_model(self._resolved, self._output)
 
     def suggest_check(self, answer: Answer) -> None:

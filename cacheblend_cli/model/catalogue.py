@@ -37,7 +37,7 @@ def _qwen(name: str, repository: str, file: str, num_bytes: int, parameters: flo
 
 CATALOGUE = (
     CatalogueModel(
-        SMOLLM2, SMOLLM2, SMOLLM2_BYTES, 0.135e9, "Apache-2.0", "1dff70ef9e211d0ab8951aa641e75aa1", "for trying"
+        SMOLLM2, SMOLLM2, SMOLLM2_BYTES, 0.135e9, "Apache-2.0", "1dff70ef9e211d0ab8951aa641e75aa1", "to try"
     ),
     _qwen(
         "Qwen2.5-0.5B", "Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf", 491_400_032, 0.49e9
