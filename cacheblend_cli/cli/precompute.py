@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.difference import Difference
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
-    from cacheblend_cli.engine.stored_documents import StoredDocuments
     from cacheblend_cli.engine.unloaded import UnloadedEngine
     from cacheblend_cli.settings import Settings
 

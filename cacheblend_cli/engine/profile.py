@@ -17,7 +17,6 @@ import msgspec
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.model.description import ModelDescription
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.measured_ratios import MEASURED_RATIOS, MeasuredRatio
 from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
@@ -154,14 +153,15 @@ def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[B
     profile, reason = profile_for(collection.model, conditions(collection, codec, blend))
     if profile is not None:
         return profile.applied(blend), f"model: {profile}"
-    if (measured := _measured_ratio(collection.model, codec, blend)) is not None:
+    if (measured := _measured_ratio(collection, codec, blend)) is not None:
         return replace(blend, ratio=measured.ratio), f"model: {measured}"
     return blend, f"default: {reason}"
 
 
-def _measured_ratio(model: LoadedModel, codec: str, blend: BlendParams) -> MeasuredRatio | None:
+def _measured_ratio(collection: Collection, codec: str, blend: BlendParams) -> MeasuredRatio | None:
     """Return the ratio of the table if the model computes and blends as it was measured there."""
-    is_changed = model.lora or model.weight_dtype != "auto" or model.decoder.kv_scales is not None
+    model = collection.model
+    is_changed = model.lora or model.weight_dtype != "auto" or collection.decoder.kv_scales is not None
     is_close = all(part.split()[0] in _CLOSE_CODECS for part in codec.split(" and "))
     if is_changed or not is_close or _way(blend) != _way(BlendParams()):
         return None
