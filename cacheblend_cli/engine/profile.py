@@ -105,7 +105,7 @@ def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
     return " and ".join(sorted(found)) or collection.codec
 
 
-def keep_profile(model: LoadedModel, profile: Profile) -> None:
+def keep_profile(model: ModelDescription, profile: Profile) -> None:
     """Store the profile, replacing an earlier one with the same conditions."""
     path = profile_file(model.fingerprints["float32"])
     others = [p for p in read_profiles(path) if p.conditions != profile.conditions]
