@@ -12,8 +12,8 @@ from checkpoints import WORDS
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.evaluation import profile
+from cacheblend_cli.model.description import weights_digest
 from cacheblend_cli.model.measured_ratios import MEASURED_RATIOS, MeasuredRatio
-from cacheblend_cli.model.weights import weights_digest
 
 Cli = Callable[..., Any]
 CHECK = ("models", "check", "--ratio-only", "--json")
