@@ -27,7 +27,7 @@ from cacheblend_cli.kv.loader import ZeroLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_alone
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.description import Loaded
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 from cacheblend_cli.types import Speeds
@@ -41,7 +41,7 @@ MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 _decode = msgspec.json.Decoder(Speeds).decode
 
 
-def speed_file(model: LoadedModel, codec: str) -> Path:
+def speed_file(model: Loaded, codec: str) -> Path:
     """Return the path of the speeds of a model on this machine, device, number of threads and KV dtype, in JSON."""
     decoder = model.decoder
     device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]

@@ -138,7 +138,7 @@ class AskSession:
 
     def note_model(self) -> None:
         """Say once, on a terminal, which model was used without a setting."""
-        options.hint(self._output, options.model_note(self._resolved))
+        options.note_model(self._resolved, self._output)
 
     def suggest_check(self, answer: Answer) -> None:
         """Suggest once for each model, on a terminal, to measure the ratio that was used by default."""
@@ -147,8 +147,7 @@ class AskSession:
             name = self._resolved.settings.model or default_model()
             options.hint(
                 self._output,
-                f"recomputing {answer.ratio:.0%} is the default, not measured for this model: `cacheblend models check {name} --ratio-only` "
-                "finds the smallest share that keeps answers on your documents close to a full prefill's",
+                f"ratio {answer.ratio:g} is the default, not measured for this model: cacheblend models check {name} --ratio-only",
                 name=f"ratio of {name}",
             )
 

@@ -125,6 +125,7 @@ def _turn(line: str, state: ChatState, session: AskSession, output: Output) -> N
         output.note(cut)
     show_summary(result, output, seconds)
     session.note_model()
+    session.suggest_check(result.answer)
     state.turns.append((line, result.answer.text))
     state.last = result.answer
 

@@ -111,8 +111,6 @@ def set_(
     Outside a project, set it in the user's file, which applies in all folders. A project is the nearest folder upwards
     with a cacheblend.toml or .git. The file is created if there is none.
     """
-    from tomlkit import dumps
-
     file = settings_file(user=user, project=project)
     name, value = parse_setting(key, values)
     before = {error.message for _, error in bad_settings(resolve({}, lenient=True))}
@@ -121,10 +119,7 @@ def set_(
             raise blamed(error, name, "")
     if name in PATHS:
         value = _from(file, value)
-    document = read_document(file)
-    remove_setting(document, name)
-    document[name] = value
-    write_text(file, dumps(document))
+    write_setting(file, name, value)
     Output().note(f"{name} is {value!r} in {file}")
 
 
@@ -188,6 +183,16 @@ def settings_file(*, user: bool = False, project: bool = False) -> Path:
     if user or not (root or project):
         return config_files()[0]
     return (root or Path.cwd()) / FILE
+
+
+def write_setting(file: Path, name: str, value: Any) -> None:
+    """Set a setting in the file; comments and other settings stay. Raises UsageError."""
+    from tomlkit import dumps
+
+    document = read_document(file)
+    remove_setting(document, name)
+    document[name] = value
+    write_text(file, dumps(document))
 
 
 def remove_setting(document: TOMLDocument, name: str) -> bool:

@@ -109,14 +109,41 @@ def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput
 
 def yes_or_no(question: str, output: Output, unasked: UsageError | None) -> bool:
     """Ask on the terminal. If there is none to ask on, raise `unasked`, or return False if it is None."""
-    if not (sys.stdin.isatty() and output.err_tty):
+    if not can_ask(output):
         if unasked is None:
             return False
         raise unasked
+    return _typed(f"{question} [y/N] ", output).lower() in ("y", "yes")
+
+
+def can_ask(output: Output) -> bool:
+    """Return whether there is a terminal to ask on."""
+    return sys.stdin.isatty() and output.err_tty
+
+
+def choice(question: str, num_choices: int, default: int, output: Output) -> int | None:
+    """Ask on the terminal for a number from 1, Enter for the default. Return None for q and Ctrl-D."""
+    while (answer := _typed(f"{question} [{default}] ", output, end="q")) not in ("q", "quit", "n", "no"):
+        if not answer:
+            return default
+        if answer.isdecimal() and 1 <= int(answer) <= num_choices:
+            return int(answer)
+        output.plain(f"type a number from 1 to {num_choices}, or q for none")
+    return None
+
+
+def _typed(prompt: str, output: Output, end: str = "") -> str:
+    """Return the line that is typed after the prompt. end: what Ctrl-D counts as."""
     output.end_status()
-    output.err.write(f"{question} [y/N] ")
+    output.err.write(prompt)
     output.err.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    line = ""
+    try:
+        line = sys.stdin.readline()
+    finally:
+        if not line:  # Ctrl-D, Ctrl-C
+            output.err.write("\n")
+    return line.strip() if line else end
 
 
 def read_stdin(what: str) -> str:

@@ -275,7 +275,8 @@ def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
         return NO_RATIO
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.model.adapter import LoraAdapter
-    from cacheblend_cli.model.description import model_fingerprint
+    from cacheblend_cli.model.description import model_fingerprint, weights_digest
+    from cacheblend_cli.model.measured_ratios import MEASURED_RATIOS
 
     lora = LoraAdapter.read(Path(settings.lora).expanduser()).digest if settings.lora else ""
     fingerprint = model_fingerprint(spec, path, "float32", lora, settings.weight_dtype)
@@ -283,6 +284,8 @@ def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
         f"{p.choice.ratio if p.choice else 1:g} in {p.conditions['dtype']} with KV in {p.conditions['KV dtype']} ({p})"
         for p in read_profiles(profile_file(fingerprint))
     ]
+    if not found and (measured := MEASURED_RATIOS.get(weights_digest(path))) and not lora:
+        return f"{measured.ratio:g}, {measured}"
     return "; ".join(found) or "not measured: cacheblend models check, after precompute"
 
 

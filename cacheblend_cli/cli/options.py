@@ -276,12 +276,9 @@ def model_note(resolved: Resolved) -> str:
 
 
 def note_model(resolved: Resolved, output: Output) -> None:
-    """Say which model was chosen without a setting; that of the store once, on a terminal."""
-    note = "" if output.is_json else model_note(resolved)
-    if resolved.settings.model:
-        hint(output, note)
-    elif note:
-        output.note(note)
+    """Say once, on a terminal, which model was chosen without a setting."""
+    if not output.is_json:
+        hint(output, model_note(resolved))
 
 
 def hint(output: Output, text: str, name: str = "", *, daily: bool = False) -> None:

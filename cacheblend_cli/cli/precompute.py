@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.difference import Difference
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
-    from cacheblend_cli.engine.stored_documents import StoredDocuments
     from cacheblend_cli.engine.unloaded import UnloadedEngine
     from cacheblend_cli.settings import Settings
 
@@ -198,7 +197,7 @@ def precompute(
         if background and report.difference.computed_tokens:
             finish_in_background(resolved, report, output)
         else:
-            view.show(report, engine, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
+            view.show(report, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
         if error := folders.not_read(missing, report, verbose=verbose, watch=watch):
             raise error
         if watch:
@@ -354,15 +353,13 @@ class _View:
         question = f"{shown(folder)}: its {counted(num_documents, 'stored document')} {are_gone}?"
         return yes_or_no(question, self.output, None)
 
-    def show(self, report: PrecomputeReport, engine: StoredDocuments, place: str, *, dry_run: bool) -> None:
+    def show(self, report: PrecomputeReport, place: str, *, dry_run: bool) -> None:
         """Show the result of storing in `place`."""
         if report.documents or report.gone or self.output.is_json:
             if dry_run:
                 _dry_summary(report, self.output)
             else:
                 _summary(report, self.output, place)
-        if not (report.unchanged or dry_run):
-            _note_ratio(engine, report.new, self.output)
         if report.hidden:
             _warn_hidden(report.hidden, self.output)
         self.skipped_files.summarise(report.skipped)
@@ -426,22 +423,6 @@ class _View:
             self._stack.close()
             bar = self.output.progress(name, with_eta=name != "reading")
             self._bar, self._bar_name = self._stack.enter_context(bar), name
-
-
-def _note_ratio(engine: StoredDocuments, num_chunks: int, output: Output) -> None:
-    """Show how to measure the ratio of a model that was never checked.
-
-    num_chunks: number of stored chunks. A chunk gives at most one prompt, and a prompt of only exact chunks does not
-    count.
-    """
-    from cacheblend_cli.engine.profile import profile_file, read_profiles
-    from cacheblend_cli.evaluation.profile import LEAST_PROMPTS
-
-    model = engine.prompts.model
-    if model.spec.recurrent or num_chunks <= LEAST_PROMPTS:
-        return
-    if not read_profiles(profile_file(model.fingerprints["float32"])):
-        output.note(f"to measure which ratio {model.name} needs: cacheblend models check {model.name} --ratio-only")
 
 
 def _warn_hidden(names: list[str], output: Output) -> None:

@@ -2,6 +2,7 @@
 (evaluation/profile.py).
 
 Each model has a small file in the user's cache directory, with a profile per dtype, codec, prompt and way to blend.
+Without a profile, the ratio of MEASURED_RATIOS is used if the model is in that table, else the default.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.model.description import ModelDescription
-from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.measured_ratios import MEASURED_RATIOS, MeasuredRatio
 from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.types import NEVER_CHECKED, NO_RATIO, AskRequest, BlendParams
@@ -26,6 +27,7 @@ OTHER = "default: models check measured"
 BELOW_DEFAULT = 0.5  # share of the limits for ratios below the default
 ERRORS = 2  # standard errors that are added to the mean
 _CHOSEN = ("mode", "ratio", "checks", "seed")  # fields of BlendParams that do not belong to a way to blend
+_CLOSE_CODECS = ("float32", "bfloat16", "float16", "int7")  # MEASURED_RATIOS hold for these: int7 adds at most .0005
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,13 @@ def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[s
     """Return the conditions of a profile, by name. codec: the chunks' codec."""
     decoder, wording = collection.decoder, collection.template.wording.to_dict()
     prompt = hashlib.blake2b(json.dumps(wording, sort_keys=True).encode(), digest_size=8).hexdigest()
-    way = {name: str(value) for name, value in asdict(blend).items() if name not in _CHOSEN}
     pool = "as computed" if decoder.kv_scales is None else "float8_e4m3"
-    return {"dtype": dtype_name(decoder.dtype), "KV dtype": codec, "KV pool": pool, "prompt": prompt, **way}
+    return {"dtype": dtype_name(decoder.dtype), "KV dtype": codec, "KV pool": pool, "prompt": prompt, **_way(blend)}
+
+
+def _way(blend: BlendParams) -> dict[str, str]:
+    """Return the way to blend, without how much."""
+    return {name: str(value) for name, value in asdict(blend).items() if name not in _CHOSEN}
 
 
 def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
@@ -99,7 +105,7 @@ def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
     return " and ".join(sorted(found)) or collection.codec
 
 
-def keep_profile(model: LoadedModel, profile: Profile) -> None:
+def keep_profile(model: ModelDescription, profile: Profile) -> None:
     """Store the profile, replacing an earlier one with the same conditions."""
     path = profile_file(model.fingerprints["float32"])
     others = [p for p in read_profiles(path) if p.conditions != profile.conditions]
@@ -140,11 +146,26 @@ def _differing(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
 
 
 def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[BlendParams, str]:
-    """Return the blending by the model's profile (unchanged without a profile), and the source of its ratio."""
+    """Return the blending by the model's profile or measured ratio (unchanged without one), and the source of its
+    ratio."""
     if collection.model.spec.recurrent:
         return replace(blend, selector="all"), NO_RATIO
     profile, reason = profile_for(collection.model, conditions(collection, codec, blend))
-    return (blend, f"default: {reason}") if profile is None else (profile.applied(blend), f"model: {profile}")
+    if profile is not None:
+        return profile.applied(blend), f"model: {profile}"
+    if (measured := _measured_ratio(collection, codec, blend)) is not None:
+        return replace(blend, ratio=measured.ratio), f"model: {measured}"
+    return blend, f"default: {reason}"
+
+
+def _measured_ratio(collection: Collection, codec: str, blend: BlendParams) -> MeasuredRatio | None:
+    """Return the ratio of the table if the model computes and blends as it was measured there."""
+    model = collection.model
+    is_changed = model.lora or model.weight_dtype != "auto" or collection.decoder.kv_scales is not None
+    is_close = all(part.split()[0] in _CLOSE_CODECS for part in codec.split(" and "))
+    if is_changed or not is_close or _way(blend) != _way(BlendParams()):
+        return None
+    return MEASURED_RATIOS.get(model.weights_digest)
 
 
 def with_own_ratio(

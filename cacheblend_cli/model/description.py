@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -26,7 +26,7 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from cacheblend_cli.model.loading import LoadedModel
+    from cacheblend_cli.model.decoder import Decoder
 
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_DTYPES = ("auto", "int8", "int4")  # auto: as in the file; others: see `gguf_files.quantise.KINDS`
@@ -42,7 +42,21 @@ class Precision:
     weights: str = "auto"  # one of WEIGHT_DTYPES
 
 
-def _never() -> LoadedModel:
+class Loaded(Protocol):
+    """A model with its weights: model/loading.py: LoadedModel."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def generation_config(self) -> Mapping[str, Any]: ...
+    def check_files(self) -> None: ...
+
+
+def _never() -> Loaded:
     raise AssertionError("this description has no way to load its model")
 
 
@@ -61,10 +75,11 @@ class ModelDescription:
     lora: Path | None = None  # the adapter merged into the weights
     lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
-    load: Callable[[], LoadedModel] = field(default=_never, repr=False, compare=False)
+    weights_digest: str = ""  # digest of the files of the weights
+    load: Callable[[], Loaded] = field(default=_never, repr=False, compare=False)
 
     @property
-    def loaded(self) -> LoadedModel:
+    def loaded(self) -> Loaded:
         """The model with its weights, which are loaded on first use."""
         return self.load()
 
@@ -83,7 +98,7 @@ def describe(
     tokenizer: Tokenizer,
     lora: Path | None = None,
     lora_digest: str = "",
-    load: Callable[[], LoadedModel] = _never,
+    load: Callable[[], Loaded] = _never,
 ) -> ModelDescription:
     """Describe the model in `path`. dtype: name of the compute dtype. Raises UsageError, NotFoundError."""
     fingerprints = {name: model_fingerprint(spec, path, name, lora_digest, weight_dtype) for name in DTYPES}
@@ -99,6 +114,7 @@ def describe(
         lora=lora,
         lora_digest=lora_digest,
         weight_dtype=weight_dtype,
+        weights_digest=weights_digest(path),
         load=load,
     )
 

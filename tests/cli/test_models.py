@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,19 +105,21 @@ def test_the_list_says_what_the_models_are(cli: Callable[..., Any], monkeypatch:
     assert defaults == ["handbook"]
 
 
-def test_a_command_that_chose_the_model_by_default_says_so(
+def test_the_first_command_that_chose_the_model_by_default_says_so_on_a_terminal(
     cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CACHEBLEND_MODEL")
     monkeypatch.setattr(named, "default_model", lambda: "handbook")
     monkeypatch.setattr("cacheblend_cli.engine.runtime.default_model", lambda: "handbook")
     (tmp_path / "a.md").write_text("Mara leads billing.\n")
-    assert cli("precompute", "a.md").err.count(named.FALLBACK_NOTE) == 1
-    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--json").err
-    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "-q").err
-    assert cli("doctor").err.count(named.FALLBACK_NOTE) == 1
-    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--model", "handbook").err
-    assert named.FALLBACK_NOTE not in cli("doctor").err, "the model of the store"
+    command = ("precompute", "a.md", "--dry-run")
+    assert named.FALLBACK_NOTE not in cli(*command).err, "not in a pipe"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for flags in (("--json",), ("-q",), ("--model", "handbook")):
+        assert named.FALLBACK_NOTE not in cli(*command, *flags).err
+    assert cli(*command).err.count(named.FALLBACK_NOTE) == 1
+    assert named.FALLBACK_NOTE not in cli(*command).err
+    assert named.FALLBACK_NOTE not in cli("doctor").err
 
 
 def test_what_is_missing_or_not_implemented_is_named(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from checkpoints import WORDS
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.evaluation import profile
+from cacheblend_cli.model.description import weights_digest
+from cacheblend_cli.model.measured_ratios import MEASURED_RATIOS, MeasuredRatio
 
 Cli = Callable[..., Any]
 CHECK = ("models", "check", "--ratio-only", "--json")
@@ -28,15 +30,7 @@ def chunks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (tmp_path / "docs" / f"{d}.txt").write_text(f"Number {d} of all: {words}.\n")
     stored = cli("precompute", "docs", "--chunk-tokens", "60", "--json")
     assert stored.code == 0, stored.err
-    assert stored.err.count("--ratio-only") == 1, "the first run of a model says how its ratio is measured"
     return ",".join(record["id"] for record in stored.records[:2])
-
-
-def test_too_few_chunks_to_measure_with(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "one.md").write_text("Mara leads billing.\n")
-    stored = cli("precompute", "one.md")
-    assert "1 new" in stored.out + stored.err
-    assert "--ratio-only" not in stored.err
 
 
 def asked(cli: Cli, chunks: str, *flags: str) -> dict[str, Any]:
@@ -72,8 +66,6 @@ def test_the_smallest_ratio_that_is_close_enough_is_used(cli: Cli, model: Path, 
     assert "ratio 0.05, model: " in told.err
     assert "0.05 in float32 with KV in float32" in cli("models", "show", str(model)).out
     assert "0.05, model: " in cli("doctor", "--json", "--ratio", "model").records[0]["model"]["ratio"]
-    again = cli("precompute", "docs", "--chunk-tokens", "50", "--yes")
-    assert "--ratio-only" not in again.err, "it is measured"
 
 
 def test_where_nothing_is_close_enough_all_that_needs_repair_is_computed(cli: Cli, model: Path, chunks: str) -> None:
@@ -124,6 +116,40 @@ def test_a_profile_of_something_else_is_not_used(
     assert [words in note for note in found["notes"] if "ratio" in note] == [True]
 
 
+@pytest.mark.parametrize(
+    ("flags", "ratio"),
+    [((), 0.3), (("--prompt", "prompt.txt"), 0.3), (("--selector", "hkvd"), 0.15)],
+)
+def test_a_published_model_has_the_ratio_of_the_table(
+    cli: Cli,
+    model: Path,
+    chunks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    ratio: float,
+) -> None:
+    monkeypatch.setitem(MEASURED_RATIOS, weights_digest(model), MeasuredRatio("m.gguf", 0.3, 0.01, 0.02))
+    (tmp_path / "prompt.txt").write_text("{chunks} Tell me: {question}")
+    found = asked(cli, chunks, *flags)
+    assert (found["ratio"], found["ratio_from"].startswith("model: measured for this model")) == (ratio, ratio == 0.3)
+
+
+def test_the_table_is_for_kv_near_the_computed_and_a_profile_comes_before_it(
+    cli: Cli, model: Path, chunks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MEASURED_RATIOS, weights_digest(model), MeasuredRatio("m.gguf", 0.3, 0.01, 0.02))
+    assert "0.3, measured for this model" in cli("models", "show", str(model)).out
+    for codec, ratio in (("int7", 0.3), ("int4", 0.15)):
+        monkeypatch.setenv("CACHEBLEND_KV_DTYPE", codec)
+        stored = cli("precompute", "docs", "--chunk-tokens", "60", "--yes", "--json", "--force")
+        assert asked(cli, ",".join(record["id"] for record in stored.records[:2]))["ratio"] == ratio
+    monkeypatch.delenv("CACHEBLEND_KV_DTYPE")
+    assert cli("precompute", "docs", "--chunk-tokens", "60", "--yes").code == 0
+    assert cli(*CHECK, str(model), "--kl-mean", "1000").code == 0
+    assert asked(cli, chunks)["ratio"] == 0.05
+
+
 def test_a_ratio_below_the_profiles_is_noted(cli: Cli, model: Path, chunks: str) -> None:
     assert cli(*CHECK, str(model), "--kl-mean", "1000").code == 0
     assert any("needs a ratio of 0.05" in note for note in asked(cli, chunks, "--ratio", "0.01")["notes"])
@@ -165,7 +191,7 @@ def test_eval_and_bench_take_it(cli: Cli, model: Path, chunks: str, tmp_path: Pa
 def test_an_unmeasured_ratio_is_said_once_on_a_terminal(
     cli: Cli, model: Path, chunks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suggested = f"models check {model} --ratio-only` finds the smallest share"
+    suggested = f"models check {model} --ratio-only"
     question = ("ask", "who?", "--max-tokens", "2", "--chunks")
     assert suggested not in cli(*question, chunks).err, "not in a pipe"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -62,7 +62,7 @@ def test_a_command_without_a_model_names_two_ways_to_get_one(
     out, err = capsys.readouterr()
     assert not out
     assert named.INSTALL in err
-    assert "cacheblend models pull" in err
+    assert "cacheblend init" in err
 
 
 def test_a_directory_of_that_name_is_given_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

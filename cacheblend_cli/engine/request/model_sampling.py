@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.description import Loaded
 from cacheblend_cli.types import MODEL_SAMPLED, SamplingParams
 
 
-def as_the_model(sampling: SamplingParams, fields: Collection[str], model: LoadedModel) -> SamplingParams:
+def as_the_model(sampling: SamplingParams, fields: Collection[str], model: Loaded) -> SamplingParams:
     """Return the sampling with these fields from the model's generation_config.json, where it has them. Raises
     UsageError for a value that is not valid."""
     if not fields:
@@ -26,7 +26,7 @@ def as_the_model(sampling: SamplingParams, fields: Collection[str], model: Loade
         ) from error
 
 
-def model_sampling(model: LoadedModel) -> dict[str, Any]:
+def model_sampling(model: Loaded) -> dict[str, Any]:
     """Return the fields of SamplingParams that generation_config.json sets. As in transformers, decoding is greedy
     without do_sample, and only the repetition penalty counts; with it the default temperature is 1."""
     config = model.generation_config
@@ -36,7 +36,7 @@ def model_sampling(model: LoadedModel) -> dict[str, Any]:
     return {"temperature": 1.0, **found} if sampled else found
 
 
-def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | float:
+def _number(model: Loaded, config: Mapping[str, Any], field: str) -> int | float:
     value = config[field]
     wanted = (int,) if field == "top_k" else (int, float)
     if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
@@ -47,7 +47,7 @@ def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | 
     return value
 
 
-def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
+def model_notes(model: Loaded, sampling: SamplingParams) -> list[str]:
     """Return notes on settings of generation_config.json that an answer does not use."""
     penalty = None
     with suppress(UsageError):  # an invalid value is not used either
