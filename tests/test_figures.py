@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from cacheblend_cli.model.families import spec_from_config
+from cacheblend_cli.model.measured_ratios import MEASURED_RATIOS
 from cacheblend_cli.prompt.collection import kv_facts
+from cacheblend_cli.types import BlendParams
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"(?<![\w.,-])(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -52,6 +54,9 @@ def stored_gb(config: str) -> float:
 
 FIGURES: dict[str, Callable[[], float]] = {
     "2,095 tokens": lambda: loaded("prompt_tokens", "full"),
+    "4.3 s": lambda: loaded("first_s", "query .50"),
+    "50 %": lambda: 100 * MEASURED_RATIOS["df64934f4e28ad785ba26d8f3d6df2f0"].ratio,
+    "15 %": lambda: 100 * BlendParams().ratio,
     "1.6 s": lambda: loaded("first_s", "query .15"),
     "9.8 s": lambda: loaded("first_s", "full"),
     "16,384 tokens": lambda: on_h100("length", "full"),
