@@ -53,3 +53,7 @@ def test_a_plain_ask_imports_no_ranks_tier_connector_or_collector(tmp_path: Path
     assert [m for m in modules if any(m == name or m.startswith(f"{name}.") for name in FORBIDDEN)] == []
     ours = [m for m in modules if m.split(".")[0] in OURS]
     assert len(ours) <= MOST_FILES, f"{len(ours)} modules: {' '.join(sorted(ours))}"
+    before_answer = modules_of(
+        tmp_path, "ask", "--model", "handbook", "--local", "--all", "--dry-run", "When does the ferry leave?"
+    )
+    assert "cacheblend_cli.claims" not in before_answer  # imported while the answer is shown
