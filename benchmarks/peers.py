@@ -119,7 +119,8 @@ START_ABOUT = """\
 # From return to the first character
 
 A question about one passage to SmolLM2-135M (GGUF, Q4_1), a command of its own each time; medians. Cold: the command
-loads the model. Warm: an engine runs, and its CPU time counts. Answers end where each program ends them. By `benchmarks/peers.py --start`."""
+loads the model. Warm: an engine runs, and its CPU time counts. Answers end where each program ends them. By
+`benchmarks/peers.py --start`."""
 LLAMA_SERVER = """
 import sys
 import xllamacpp
