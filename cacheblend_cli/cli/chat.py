@@ -197,7 +197,7 @@ def _run_command(line: str, state: ChatState, session: AskSession, output: Outpu
             for name, help_text in COMMANDS.items():
                 output.text(f"{name:<9} {help_text}")
         case "/docs":
-            from cacheblend_cli.corpus.search import searchable
+            from cacheblend_cli.corpus.search_index import searchable
 
             for name in (n for n in searchable(session.store) if holds(session.scope, n)):
                 output.line(shown(name))

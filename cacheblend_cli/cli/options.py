@@ -177,7 +177,7 @@ def scope_of(
     callback for a message if documents are left out. Raises NotFoundError if --source matches no stored document or the
     collection is empty."""
     from cacheblend_cli.corpus.scopes import collection_scope, holds, scope_here, scope_of
-    from cacheblend_cli.corpus.search import searchable
+    from cacheblend_cli.corpus.search_index import searchable
 
     names = searchable(store)
     if source is not None:

@@ -111,11 +111,12 @@ class Embedder:
     @cached_property
     def digest(self) -> str:
         """Digest of the weights. Vectors of different weights cannot be compared."""
+        import numpy as np
         import xxhash
 
         if own := getattr(self._model, "digest", None):
             return str(own)
-        return xxhash.xxh3_128_hexdigest(self._model.embedding.tobytes())
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self._model.embedding).data)
 
 
 def find_embedder(name: str = "") -> Embedder | None:

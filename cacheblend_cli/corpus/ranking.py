@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend_cli.corpus.function_words import function_words
 from cacheblend_cli.corpus.normalise import normalised, search_words, unspaced
-from cacheblend_cli.corpus.search_index import in_transaction, snapshot
+from cacheblend_cli.corpus.search_index import Searched, in_transaction, snapshot
 from cacheblend_cli.corpus.word_forms import beginning, forms, joined
 
 if TYPE_CHECKING:
@@ -44,21 +44,6 @@ _PART = re.compile(r"(?<=[.!?:;\u061f\u061b])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
 _ASKS = re.compile(r"""[?\uff1f\u061f\u1367]["'\u201d\u00bb)]*$|[\u0370-\u03ff\u1f00-\u1fff];$""")  # the last is Greek
 _MOST_QUESTIONS, _LAST_PARTS = 4, 2
 _SHOWN = 90  # maximum characters of a sentence
-
-
-class Searched(NamedTuple):
-    """Collections to search. Other tenants' collections are not read, so neither scores nor times depend on them."""
-
-    names: Sequence[str] | None = None  # None: all
-
-    @property
-    def where(self) -> str:
-        """SQL condition on `places AS p`, with the parameters `names`."""
-        return "TRUE" if self.names is None else f"p.collection IN ({', '.join('?' * len(self.names))})"
-
-    @property
-    def parameters(self) -> Sequence[str]:
-        return self.names or ()
 
 
 def sentences_of(text: str) -> list[str]:

@@ -17,14 +17,13 @@ from cacheblend_cli.corpus.ranking import (
     ByWords,
     Query,
     Row,
-    Searched,
     embedded,
     fuse,
     questions_in,
     telling_sentence,
 )
 from cacheblend_cli.corpus.scopes import holds
-from cacheblend_cli.corpus.search_index import check_stored, open_index, rebuilding
+from cacheblend_cli.corpus.search_index import Searched, check_stored, open_index, rebuilding, searchable
 from cacheblend_cli.errors import NotFoundError, check_known
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.types import EVERYTHING, NUM_HITS, Scope, SearchParams
@@ -61,7 +60,6 @@ _BEYOND = 50
 """Rows beyond k to compare with the hits."""
 _AS_GOOD = 0.1
 """How far the last hit's match may be below the best one's for others to count that are at most half of it lower."""
-_SOURCES = "SELECT DISTINCT p.source FROM places AS p WHERE p.context != 'prefix' AND {where}"
 WEAK = "the best match is weak"
 
 
@@ -320,23 +318,6 @@ class _Counted:
         if self._collections is None:
             return found
         return {c: found[c] for c in [c for c in self._collections if c in found][:1]}
-
-
-@rebuilding
-def searchable(store: ChunkStore, collections: Sequence[str] | None = None) -> list[str]:
-    """Return the names of all documents that `search` can find. collections: only documents in these."""
-    searched = Searched(collections)
-    with open_index(store) as db:
-        names = [name for (name,) in db.execute(_SOURCES.format(where=searched.where), searched.parameters)]
-    return sorted(name for name in names if holds(EVERYTHING, name))
-
-
-@rebuilding
-def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
-    """Return whether `search` could find a chunk of these collections."""
-    searched = Searched(collections)
-    with open_index(store) as db:
-        return db.execute(_SOURCES.format(where=searched.where), searched.parameters).fetchone() is not None
 
 
 def weak_note(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None, num_used: int = 0) -> str:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from cacheblend_store import ChunkStore, StoreError, StorePermission
 from cacheblend_store.private_files import InsecurePath, check_files, open_file
 
 from cacheblend_cli.corpus.index_update import plan_update, write_update
 from cacheblend_cli.corpus.normalise import fts5_tokenizer
+from cacheblend_cli.corpus.scopes import holds
+from cacheblend_cli.types import EVERYTHING
 
 _FILE = "search.sqlite3"
 _SCHEMA = 12
@@ -41,6 +43,7 @@ _TABLES = """
     CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = "{tokenizer}");
     PRAGMA user_version = {schema};
 """
+_SOURCES = "SELECT DISTINCT p.source FROM places AS p WHERE p.context != 'prefix' AND {where}"
 _LOCKED_S = 60.0  # seconds to wait for another process
 _MOST_UPDATES = 8  # in a transaction, while chunks of each update are replaced before it has read their texts
 _BESIDE = ("-journal", "-wal", "-shm")  # SQLite's files beside a database
@@ -51,6 +54,21 @@ _discarded = set[tuple[str, int]]()  # (identity, generation) of the indexes tha
 Schema = tuple[int, frozenset[tuple[str | None, ...]]]
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Searched(NamedTuple):
+    """Collections to search. Other tenants' collections are not read, so neither scores nor times depend on them."""
+
+    names: Sequence[str] | None = None  # None: all
+
+    @property
+    def where(self) -> str:
+        """SQL condition on `places AS p`, with the parameters `names`."""
+        return "TRUE" if self.names is None else f"p.collection IN ({', '.join('?' * len(self.names))})"
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        return self.names or ()
 
 
 def rebuilding(work: Callable[Concatenate[ChunkStore, P], T]) -> Callable[Concatenate[ChunkStore, P], T]:
@@ -91,6 +109,23 @@ def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
     """
     with closing(_up_to_date(store)) as db:
         yield db
+
+
+@rebuilding
+def searchable(store: ChunkStore, collections: Sequence[str] | None = None) -> list[str]:
+    """Return the names of all documents that `search` can find. collections: only documents in these."""
+    searched = Searched(collections)
+    with open_index(store) as db:
+        names = [name for (name,) in db.execute(_SOURCES.format(where=searched.where), searched.parameters)]
+    return sorted(name for name in names if holds(EVERYTHING, name))
+
+
+@rebuilding
+def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
+    """Return whether `search` could find a chunk of these collections."""
+    searched = Searched(collections)
+    with open_index(store) as db:
+        return db.execute(_SOURCES.format(where=searched.where), searched.parameters).fetchone() is not None
 
 
 def check_stored(db: sqlite3.Connection, store: ChunkStore, keys: Iterable[bytes]) -> None:

@@ -14,7 +14,6 @@ import torch
 from cacheblend_kernels import BACKENDS, KernelBackend, KernelError, compiled, select_backend
 
 from cacheblend_cli.errors import DeviceError, UsageError, check_known
-from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.description import (
@@ -91,7 +90,11 @@ def load_model(
     check_known("attention backend", attention_backend, ("auto", *BACKENDS))
     files = {file: file.stat() for file in checkpoint_files(path)}  # reports another format before a missing tokenizer
     compute_dtype = _TORCH_DTYPES[dtype := resolve_dtype(precision.dtype, device.type, spec, path)]
-    adapter = None if lora is None else LoraAdapter.read(lora)
+    adapter = None
+    if lora is not None:
+        from cacheblend_cli.model.adapter import LoraAdapter
+
+        adapter = LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
     tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
     kernels = _kernels(attention_backend, device, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from cacheblend_cli.demo import model_dir
@@ -43,9 +43,6 @@ def default_model() -> str:
 
 def smollm2_file() -> Path | None:
     """Return the path of SmolLM2-135M-Instruct, found without importing its package; None if it is not installed."""
-    try:
-        files = metadata.files(PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        return None
-    found = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
-    return next((path for path in found if path.is_file()), None)
+    package = find_spec(PACKAGE.replace("-", "_"))
+    folders = (package and package.submodule_search_locations) or ()
+    return next((path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))), None)

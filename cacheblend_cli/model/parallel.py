@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import Tensor
 
-from cacheblend_cli.model.adapter import Delta
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.adapter import Delta
 
 
 class OneRank:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -44,12 +43,6 @@ class Rendered:
 
 
 _PROCESS = LimitedProcess(__name__)
-
-
-def warm_up() -> None:
-    """Start the process, so that it imports jinja in parallel."""
-    with suppress(OSError):  # `render` tells
-        _PROCESS.start()
 
 
 def render(

@@ -96,8 +96,6 @@ class Tokenizer:
             self.config |= read_object(model_dir / "special_tokens_map.json")
         self.template_source = self._find_template(model_dir)
         self._path, self._given_embeddings = path, num_embeddings
-        if self.has_template and not lazy:
-            template_process.warm_up()
         self._content = read_bytes(path, LARGE_BYTES)
         self.fingerprint = hashlib.blake2b(self._content, digest_size=16).hexdigest()
         if not lazy:

@@ -7,13 +7,13 @@ import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_kernels import RowTable, compiled
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.device import check_host_room
 from cacheblend_cli.model.host_memory import available_memory
@@ -23,6 +23,9 @@ from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, TOKEN_EMBEDDING, Shape, expected_shapes, name_in
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.adapter import Delta, LoraAdapter
 
 # Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward
 # models.

@@ -16,7 +16,8 @@ from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.ranking import has_telling_words
-from cacheblend_cli.corpus.search import WEAK, has_documents
+from cacheblend_cli.corpus.search import WEAK
+from cacheblend_cli.corpus.search_index import has_documents
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.collection import salt_digest

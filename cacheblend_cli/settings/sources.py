@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -147,6 +146,8 @@ def project_root(folder: Path = Path()) -> Path | None:
 
 def read_settings(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Return a settings file's content, as read and by name. Raises UsageError, NotFoundError."""
+    import tomllib
+
     with reading(path):
         content = read_regular(path, _MOST_BYTES)
     if any(line.count(b".") > _MOST_DOTS for line in content.split(b"\n")):

@@ -57,7 +57,7 @@ class Cancellation(Protocol):
 class LimitedProcess:
     """Another process that answers messages, one at a time.
 
-    It starts with the first message or `start`, again after it ended, and ends with this object. After a fork, the
+    It starts with the first message, again after it ended, and ends with this object. After a fork, the
     child starts a process of its own.
     """
 
@@ -69,11 +69,6 @@ class LimitedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize | None = None
         _ALL.add(self)
-
-    def start(self) -> None:
-        """Start the process, so that its imports are done before the first message."""
-        with self._lock:
-            self._started()
 
     def ask(self, message: bytes, cancellation: Cancellation | None = None) -> bytes:
         """Return the answer to a message that has one. A cancellation kills the process. Raises

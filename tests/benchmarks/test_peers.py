@@ -51,12 +51,21 @@ def test_a_row_is_run_until_the_time_is_over_and_a_program_that_fails_once(
     here, kept = dict[str, Any](runs={}), list[int]()
     rows = {"works": [sys.executable, "-c", PROGRAM], "fails": [sys.executable, "-c", "1 / 0"]}
     arguments = argparse.Namespace(seconds=0.0, others=float("inf"))
-    peers.measure(rows, here, arguments, lambda: kept.append(1))
+    peers.measure(rows, here, arguments, lambda: kept.append(1), lambda name, _: peers.run(rows[name]))
     assert {name: len(runs) for name, runs in here["runs"].items()} == {"works": 1, "fails": 0}
     [run] = here["runs"]["works"]
     assert run["process_last_s"] - run["process_first_s"] == pytest.approx(2, abs=0.01)
     assert run["peak_mib"] > 1
     assert kept == [1]
+
+
+def test_a_command_is_timed_to_its_first_character_and_its_end(peers: ModuleType) -> None:
+    program = "import os, sys; assert sys.argv[1] == '7'; print(flush=True); os.write(1, b'a'); sys.stdout.close()"
+    found = peers.stream([sys.executable, "-c", program, "RUN"], 7)
+    assert 0 < found["process_first_s"] <= found["process_last_s"]
+    for failing in ("print('a'); exit(3)", "print()"):
+        with pytest.raises(peers.Died):
+            peers.stream([sys.executable, "-c", failing], 1)
 
 
 def test_a_file_of_random_blocks_has_the_layout_of_q4_k_m(shape_file: Path) -> None:
@@ -111,3 +120,4 @@ def test_the_page_has_a_part_per_machine_and_what_is_left_out(peers: ModuleType)
     page = peers.page({"machines": machines})
     assert page.index("## one, AVX2") < page.index("Left out: llama.cpp: none.") < page.index("## two, AMX")
     assert "| f: llama.cpp | 2.00 | 2.00 | 2.00 | 2.0 | 2 | 1 |" in page
+    assert "| f: llama.cpp | 2.00 | 2.00 |  | 1 |" in peers.page({"start": True, "machines": machines})

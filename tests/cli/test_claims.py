@@ -96,7 +96,7 @@ def test_chat_names_or_refuses_what_is_in_no_source(
         looked_up.append(answer)
         return [LookedUp("54", 0, 2, "number", None)] * (len(looked_up) > 1)  # not in the first answer
 
-    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", check)
+    monkeypatch.setattr("cacheblend_cli.claims.check", check)
     turns, flags = "who keeps parrots?\nwhy parrots?\n", ("--max-tokens", "4")
     assert cli("chat", *flags, stdin=turns).err.count("warning: not in the sources: 54\n") == 1
     looked_up.clear()

@@ -88,6 +88,25 @@ def with_buffer(command: str, folder: Path, stdout: int) -> subprocess.Completed
     return subprocess.run(line, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, timeout=60)
 
 
+def test_a_command_ends_with_its_threads_and_exit_handlers_and_frees_no_memory(tmp_path: Path) -> None:
+    code = """
+import atexit, sys, threading
+from cacheblend_cli.cli.main import main
+
+class Large:
+    def __del__(self):
+        print("freed")
+
+held = Large()
+atexit.register(print, "exit handler")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+main()
+"""
+    command = [sys.executable, "-c", code, "chunks", "ls", "--store", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()) == (3, ["thread", "exit handler"])
+
+
 def test_a_question_without_quotes(cli: Cli) -> None:
     asked = cli("ask", "who", "leads")
     assert asked.code == 2

@@ -23,7 +23,7 @@ from cacheblend_cli.collect.corpus_diff import Paths
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.scopes import holds, scope_here
-from cacheblend_cli.corpus.search import searchable
+from cacheblend_cli.corpus.search_index import searchable
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.types import AskRequest, Scope, SearchParams

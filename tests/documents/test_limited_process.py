@@ -39,7 +39,7 @@ CALLER = """
 import os, sys
 from cacheblend_documents.limited_process import LimitedProcess
 process = LimitedProcess("limited_module")
-process.start()
+process.ask(b"short")
 print(process._process.pid, flush=True)
 process.ask(os.fsencode(sys.argv[1]))
 """
@@ -91,7 +91,7 @@ def test_a_cancellation_kills_the_process_that_works(module: str, began: Path) -
 def test_a_message_that_arrives_during_work_is_answered_next(module: str, began: Path) -> None:
     """The kernel's signal for data may come after the data was read, so it has to mean nothing."""
     process = LimitedProcess(module)
-    process.start()
+    process.ask(b"short")
     assert process._process is not None
     stdin, stdout = process._process.stdin, process._process.stdout
     assert stdin is not None

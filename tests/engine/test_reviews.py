@@ -42,7 +42,7 @@ def test_answers_go_on_while_anothers_claims_are_looked_up(
         assert go.wait(WAIT_S)
         return [LookedUp("54", 0, 2, "number", None)]
 
-    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", check)
+    monkeypatch.setattr("cacheblend_cli.claims.check", check)
     listeners = [Listener() for _ in range(3)]
     for listener, what in zip(listeners, ("answer", "confirm", "refuse"), strict=True):
         service.submit(stored.request(on_unsupported=what), listener)
@@ -76,7 +76,7 @@ def test_a_look_up_of_claims_ends_with_its_client(
         return []
 
     monkeypatch.setattr("cacheblend_cli.claims.passages.MAX_STEPS", 10**12)
-    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", check)
+    monkeypatch.setattr("cacheblend_cli.claims.check", check)
     listener = Listener()
     state = service.submit(stored.request(on_unsupported=on_unsupported), listener)
     assert began.wait(WAIT_S)
@@ -88,7 +88,7 @@ def test_an_overdue_answer_is_reviewed_before_it_is_refused(
     stored: StoredEngine, service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims = [LookedUp("54", 0, 2, "number", None)]
-    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", lambda answer, passages: claims)
+    monkeypatch.setattr("cacheblend_cli.claims.check", lambda answer, passages: claims)
     listener = Listener()
     question = stored.question(max_tokens=400)
     state = service.submit(stored.request(question, on_unsupported="refuse", deadline_s=3600.0), listener)

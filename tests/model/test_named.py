@@ -18,23 +18,16 @@ def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "PACKAGE", "no-such-package")
 
 
-class Listed:
-    """A file in a package's list, as importlib.metadata has it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.suffix = path, path.suffix
-
-    def locate(self) -> Path:
-        return self.path
-
-
 def test_smollm2_is_the_default_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    files = [Listed(tmp_path / "__init__.py"), Listed(tmp_path / "m.gguf")]
-    monkeypatch.setattr("importlib.metadata.files", lambda name: files if name == named.PACKAGE else None)
+    package = tmp_path / "no_such_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(named, "PACKAGE", "no-such-package")
     assert named.default_model() == "smollm2"
-    assert named.named_model("smollm2") == tmp_path / "m.gguf"
-    (tmp_path / "m.gguf").unlink()
+    assert named.named_model("smollm2") == package / "m.gguf"
+    (package / "m.gguf").unlink()
     with pytest.raises(NotFoundError):
         named.default_model()
 

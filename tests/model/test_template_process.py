@@ -128,7 +128,6 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    template_process.warm_up()
     with pytest.raises(TemplateFailed, match="cannot be started: Resource temporarily unavailable") as told:
         rendered("{{ 1 }}")
     assert "ulimit" in str(told.value.hint)

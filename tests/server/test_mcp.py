@@ -137,7 +137,7 @@ def test_tools_over_http(server: Any) -> None:
 
 def test_what_is_in_no_source_is_told(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [LookedUp("Jonas", 0, 5, "name", Place(0, 0, 5)), LookedUp("54", 6, 8, "number", None)]
-    monkeypatch.setattr("cacheblend_cli.engine.features.claims.check", lambda answer, texts: found)
+    monkeypatch.setattr("cacheblend_cli.claims.check", lambda answer, texts: found)
     sent = [{"text": PARROT}]
 
     async def asked(client: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from cacheblend_cli.server.binding import bind_tcp, bind_unix
 from cacheblend_cli.settings import Settings, resolve
 from cacheblend_cli.types import AskRequest
 
+MOST_FILES = 79  # of this project, imported by a client
 ENGINE = f"process {os.getpid()}"  # in the summary of what this process's engine answered
 
 
@@ -175,12 +177,19 @@ def test_the_same_errors(cli: Cli, server: Any) -> None:
         assert warm.err.splitlines()[-2:] == cold.err.splitlines()[-2:]
 
 
-def test_the_client_imports_nothing_heavy(cli: Cli, server: Any) -> None:
-    heavy = "('torch', 'numpy', 'transformers', 'pydantic', 'rich', 'asyncio', 'http', 'obstore', 'cryptography')"
-    code = f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
+def test_the_client_imports_nothing_heavy(cli: Cli, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHUNK_TOKENS", "THREADS"):  # imported to be checked
+        monkeypatch.delenv(f"CACHEBLEND_{name}")
+    heavy = {
+        "torch", "numpy", "transformers", "pydantic", "rich", "asyncio", "http", "obstore", "cryptography", "email", "tomllib",
+        "importlib.metadata", "cacheblend_cli.corpus.search", "cacheblend_cli.engine",
+    }  # fmt: skip
+    found = "sum(m.startswith('cacheblend') for m in sys.modules), [m for m in sys.modules if m in " + f"{heavy}]"
     for command in (ASK, ("ps",)):
-        done = process(*command, code=code)
-        assert done.last == "(0, [])", done.err
+        done = process(*command, code=f"code = run(sys.argv[1:]); print([code, {found}], file=sys.stderr)")
+        code, ours, loaded = ast.literal_eval(done.last)
+        assert (code, loaded) == (0, []), done.err
+        assert ours <= MOST_FILES
         assert ENGINE in done.err or str(os.getpid()) in done.out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,8 +14,10 @@ from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.types import Answer
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.export import KVReader
 
 
 class Hook:

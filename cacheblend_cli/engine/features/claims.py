@@ -1,20 +1,23 @@
-"""Claims of an answer, looked up in the texts of its prompt (`claims/`), and `--on-unsupported refuse`."""
+"""Claims of an answer, looked up in the texts of its prompt (`claims/`), and `--on-unsupported refuse`.
+
+`claims/` is imported after the answer's first token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from cacheblend_cli.claims import check
-from cacheblend_cli.claims.abstention import abstains, text_with_words_of
-from cacheblend_cli.claims.passages import Passages
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UnsupportedClaims
 from cacheblend_cli.types import Answer, Claim, unsupported_line
+
+if TYPE_CHECKING:
+    from cacheblend_cli.claims.passages import Passages
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
@@ -44,6 +47,8 @@ class Claims(Hook):
 
     def review(self, texts: Sequence[str], is_cancelled: Callable[[], bool]) -> Callable[[], None] | None:
         def look_up() -> None:
+            from cacheblend_cli.claims.passages import Passages
+
             passages = self._passages = self._passages or Passages(*self._texts, is_cancelled)
             for text in texts:
                 if text not in self._reviews:
@@ -86,6 +91,9 @@ class Claims(Hook):
         return chunks, [decode(list(request.suffix_ids))]
 
     def _review(self, text: str, passages: Passages, is_cancelled: Callable[[], bool]) -> Review:
+        from cacheblend_cli.claims import check
+        from cacheblend_cli.claims.abstention import abstains
+
         request, claims = self._request, list[Claim]()
         for part in check(text, passages):
             claim = Claim(part.text, part.start, part.end, part.kind, found=part.place is not None)
@@ -100,6 +108,8 @@ class Claims(Hook):
     @cached_property
     def _nearest(self) -> int | None:
         """Chunk that has most of the question's words, if it has enough of them."""
+        from cacheblend_cli.claims.abstention import text_with_words_of
+
         return None if self._request.weak_match else text_with_words_of(self._request.question, self._texts[0])
 
 

@@ -25,11 +25,11 @@ from cacheblend_cli.engine.features.claims import Claims
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.device_time import DeviceTime
-from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.types import Answer, Confirmation, Verification
 
 if TYPE_CHECKING:
     from cacheblend_cli.blend.fidelity import Divergence
+    from cacheblend_cli.kv.export import KVReader
 
 COMPARED_BYTES = 256 * 2**20
 """Maximum logits of an answer that --verify keeps in host memory: 450 tokens with a vocabulary of 150,000."""

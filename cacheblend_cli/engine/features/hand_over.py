@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from cacheblend_cli.engine.core.hooks import Begun, Hook
 from cacheblend_cli.engine.core.report import PrefillReport
@@ -11,8 +12,10 @@ from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import HandedOver, OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.kv.export import Connector, KVReader
 from cacheblend_cli.types import Answer
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.export import Connector, KVReader
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
