@@ -134,6 +134,9 @@ def precompute(
         force=options.force,
         texts_only=options.texts_only,
     )
+    loads = difference.computed_tokens and not (options.texts_only or options.cluster or options.warm)
+    if loads and (difference.replaced.chunks or difference.removed.chunks):
+        start += _load(collection)  # a model that cannot be loaded replaces and removes nothing
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
     roots = [root for root in diff.given_roots(options.given) if plan or root.path in known]
     roots = [root for root in roots if root.path not in report.emptied]
@@ -149,7 +152,7 @@ def precompute(
                 prepare(store, options.search, [part.collection.id for part in plan])
         on_event(PrecomputeEvent("ready", planned=difference, report=report))
     if not options.texts_only:
-        if difference.computed_tokens and options.cluster is None and options.warm is None:
+        if loads:
             start += _load(collection)
         run.store_kv(speed)
     report.seconds = time.perf_counter() - start
