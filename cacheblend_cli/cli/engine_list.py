@@ -74,7 +74,7 @@ def _state(facts: dict[str, Any]) -> str:
         state = f"answering {facts['running'] + facts['waiting']}"
     elif state == "idle":
         is_computing = facts.get("computing", False)
-        state = "computing documents" if is_computing else f"idle {format_seconds(facts['idle_s'])}"
+        state = "computing" if is_computing else f"idle {format_seconds(facts['idle_s'])}"
         state += f", {counted(facts['missing'], 'chunk')} left" if facts.get("missing") else ""
     other = facts["version"] not in (None, __version__)
     return f"{state}, version {facts['version']}: not used" if other else state

@@ -203,7 +203,7 @@ STATUS = {
         ({"idle_s": 42, "idle_exit_s": 300}, ("idle 42 s", "in 4.3 min")),
         ({"idle_s": 42, "idle_exit_s": 0}, ("idle 42 s", "stopped")),
         ({"idle_s": 0, "idle_exit_s": 300, "running": 2, "waiting": 1}, ("answering 3", "in 5.0 min")),
-        ({"idle_s": 9, "idle_exit_s": 9, "computing": True, "missing": 31}, ("computing documents, 31 chunks left",)),
+        ({"idle_s": 9, "idle_exit_s": 9, "computing": True, "missing": 31}, ("computing, 31 chunks left",)),
         ({"idle_s": 9, "version": "0.2.15.dev"}, ("idle 9.0 s, version 0.2.15.dev: not used",)),
         (None, ("not responding",)),
     ],
