@@ -186,7 +186,8 @@ def test_an_engine_that_has_not_registered_itself_yet_is_stopped(cli: Cli, monke
 
 
 @pytest.mark.parametrize(
-    "content", ['{"pid": 2000000000, "process": "", "socket": "/s", "store": "/s", "model": "m", "version": "1"}', "[" * 60_000]
+    "content",
+    ['{"pid": 2000000000, "process": "", "socket": "/s", "store": "/s", "model": "m", "version": "1"}', "[" * 60_000],
 )
 def test_a_damaged_file_of_the_registry_is_no_engine(cli: Cli, content: str) -> None:
     folder = Path(os.environ["XDG_RUNTIME_DIR"]) / RECORDS
