@@ -35,7 +35,7 @@ class EngineRecord:
 
     @property
     def is_alive(self) -> bool:
-        return process_of(self.pid) == self.process
+        return bool(self.process) and process_of(self.pid) == self.process
 
 
 def process_of(pid: int) -> str:
@@ -48,10 +48,11 @@ def process_of(pid: int) -> str:
     return "" if state in "ZX" else f"{boot}:{fields[18]}"
 
 
-def register(socket: Path, settings: Settings) -> Callable[[], None]:
-    """Register this process as the engine that listens at a socket. Return a function that undoes it. Where nothing can
-    be written, the engine is not registered: it is found beside its store only."""
-    pid, store, model = os.getpid(), os.path.realpath(settings.store_path), settings.model or default_model()
+def register(socket: Path, settings: Settings, pid: int | None = None) -> Callable[[], None]:
+    """Register a process, by default this one, as the engine that listens at a socket. Return a function that undoes
+    it. Where nothing can be written, the engine is not registered: it is found beside its store only."""
+    pid = os.getpid() if pid is None else pid
+    store, model = os.path.realpath(settings.store_path), settings.model or default_model()
     record = EngineRecord(pid, process_of(pid), str(socket), store, PurePath(model).name, __version__)
     path = _folder() / f"{pid}.json"
     if record.process:
@@ -69,12 +70,12 @@ def register(socket: Path, settings: Settings) -> Callable[[], None]:
 def records() -> list[EngineRecord]:
     """Return the registered engines. Removes files of engines that have ended."""
     found: list[EngineRecord] = []
-    if not _folder().is_dir():
+    if not os.path.isdir(_folder()):  # False also without permission, unlike Path.is_dir
         return found
     with suppress(OSError, UsageError):
         make_folder(_folder())  # checks it
         for path in _folder().glob("*.json"):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, RecursionError):
                 record = convert(msgspec.json.decode(private_files.read_bytes(path, _MOST_BYTES)), EngineRecord)
                 if record.is_alive:
                     found.append(record)

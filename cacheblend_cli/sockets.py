@@ -17,7 +17,7 @@ from cacheblend_cli.settings import Settings
 from cacheblend_cli.settings.identity import IDENTITY
 from cacheblend_cli.version import __version__
 
-PROTOCOL = 10
+PROTOCOL = 11
 _MOST_BYTES = 16 << 20  # of a prompt file
 _LONGEST = 100  # maximum bytes of a socket path; the system allows 107
 _NAME = "engine-"

@@ -18,7 +18,7 @@ from cacheblend_store.private_files import InsecurePath, locked, open_file, read
 from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, UsageError
 from cacheblend_cli.model.host_memory import resident_memory
-from cacheblend_cli.registry import EngineRecord, records
+from cacheblend_cli.registry import EngineRecord, records, register
 from cacheblend_cli.server.binding import bind_unix
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.sockets import folder_of, make_folder, socket_of, sockets_of
@@ -62,7 +62,9 @@ def spawn_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> s
         if Connection.is_open(path):
             return None
         with bind_unix(path) as bound:
-            return _spawn(path, ["serve", "--unix-socket", str(path), *flags], idle_exit_s, bound.fileno())
+            process = _spawn(path, ["serve", "--unix-socket", str(path), *flags], idle_exit_s, bound.fileno())
+            register(path, settings, process.pid)  # `stop` finds it before it can register itself
+            return process
 
 
 def start_error(settings: Settings) -> str:

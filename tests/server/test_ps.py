@@ -168,6 +168,35 @@ def test_a_process_that_took_an_engines_id_is_left_alone(cli: Cli, registered: s
     assert not file.exists()
 
 
+def test_an_engine_that_has_not_registered_itself_yet_is_stopped(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `stop` right after the question that left it."""
+    spawn = subprocess.Popen
+    monkeypatch.setattr(background.subprocess, "Popen", lambda command, **named: spawn(["sleep", "60"], **named))
+    settings = resolve({}).settings
+    process = background.spawn_own(settings, 60.0, [])
+    assert process is not None
+    try:
+        assert listed(cli)[process.pid]["state"] == "loading"
+        assert cli("stop", "--all", "--store", "other").code == 0
+        assert process.poll() is not None
+        assert listed(cli) == {}
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"pid": 2000000000, "process": "", "socket": "/s", "store": "/s", "model": "m", "version": "1"}', "[" * 60_000],
+)
+def test_a_damaged_file_of_the_registry_is_no_engine(cli: Cli, content: str) -> None:
+    folder = Path(os.environ["XDG_RUNTIME_DIR"]) / RECORDS
+    sockets.make_folder(folder)
+    (folder / "1.json").write_text(content)
+    assert listed(cli) == {}
+    assert cli("stop", "--all").code == 0
+
+
 def test_a_disk_without_room_for_an_engines_files(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -217,7 +246,7 @@ def test_what_an_engine_does(
     assert all(text in row for text in shown), row
 
 
-@pytest.mark.parametrize("broken", ["a file", "a link"])
+@pytest.mark.parametrize("broken", ["a file", "a link", "unreadable"])
 def test_where_no_engine_can_register(
     cli: Cli, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -227,7 +256,10 @@ def test_where_no_engine_can_register(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
     own, target = run / f"cacheblend-{os.getuid()}", tmp_path / "target"
     target.mkdir()
-    own.write_text("") if broken == "a file" else own.symlink_to(target)
+    if broken == "unreadable":
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(run / ("x" * 300)))  # its stat is an error, also for root
+    else:
+        own.write_text("") if broken == "a file" else own.symlink_to(target)
     registry.register(sockets.socket_of(server.state.settings), server.state.settings)()
     assert list(listed(cli)) == [os.getpid()]
     assert list(target.iterdir()) == []
