@@ -83,10 +83,5 @@ def records() -> list[EngineRecord]:
     return sorted(found, key=lambda record: record.pid)
 
 
-def registered_engines() -> list[Path]:
-    """Return the sockets of this user's engines, over any store."""
-    return [Path(record.socket) for record in records()]
-
-
 def _folder() -> Path:
     return own_folder() / "engines"
