@@ -27,7 +27,7 @@ class EngineRecord:
     """An engine, as it registered itself when it began to listen."""
 
     pid: int
-    process: str  # tells its process from a later one with the same id
+    process: str  # boot and start time: a later process with this id has others
     socket: str
     store: str
     model: str

@@ -84,7 +84,7 @@ class Documents(EngineThread, StoredDocuments):
         manifests = list(filter(None, found.values()))
         if other := [manifest.id[:12] for manifest in manifests if manifest.collection != collection.id]:
             what = f"chunk {other[0]} was cut for another model, prompt or date than this engine's"
-            raise UsageError(what, "end the engine, then run precompute again: cacheblend serve --stop")
+            raise UsageError(what, "end the engine (cacheblend stop), then run precompute again")
         planned = [planned_of(manifest) for manifest in manifests if again or not manifest.has_kv]
         return Collector(collection, store, set(keys)).store(planned, again=again, every_s=_COMMIT_S)
 
