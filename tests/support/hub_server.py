@@ -117,13 +117,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{self._digest(name)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Accept-Ranges", "bytes")
+        cut, sent = self.server.cut.get(name), self.server.sent.get(name)
+        if self.command == "GET" and (cut, sent) != (None, None):
+            self.send_header("Connection", "close")  # the client must not use it again, and http.server closes it
         self.end_headers()
         if self.command == "HEAD":
             return None
         self.server.fetched.append((name, start))
-        cut, sent = self.server.cut.get(name), self.server.sent.get(name)
         self.wfile.write(content[:sent][start : None if cut is None else start + cut])
-        self.close_connection = cut is not None or sent is not None
         return None
 
     def _redirect(self, name: str, other: Hub) -> None:
