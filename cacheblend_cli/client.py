@@ -212,16 +212,14 @@ class Client:
         day: date | None = None,
         *,
         again: bool = False,
-        keep: Iterable[bytes] = (),
     ) -> Iterator[tuple[bytes, str, str]]:
         """Compute the KV of stored chunks of one collection in this order. Yield the key, the status and how it was
         computed ("computed" or "fetched") of each once it is durable. Closing the iterator cancels the rest.
 
-        again: compute chunks that have KV, too; otherwise they are left out. keep: chunks that must not be evicted to
-        make room.
+        again: compute chunks that have KV, too; otherwise they are left out.
         """
-        chunks = {name: [key.hex() for key in some] for name, some in (("keys", keys), ("keep", keep))}
-        body = {**chunks, "codec": codec, "salt": salt, "day": day and day.isoformat(), "again": again}
+        names = [key.hex() for key in keys]
+        body = {"keys": names, "codec": codec, "salt": salt, "day": day and day.isoformat(), "again": again}
         with self._connected() as connection:
             for event in connection.request("collect", body):
                 if event["event"] == "collected":

@@ -5,21 +5,13 @@ from __future__ import annotations
 from cacheblend_cli.errors import UsageError
 
 
-def missing(what: str, extra: str, *packages: str) -> UsageError | None:
-    """Return an error if a package is not installed. what: the flag or command that needs it."""
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise UsageError if a package is not installed. what: the flag or command that needs it."""
     from importlib.util import find_spec
 
-    absent = [name for name in packages if find_spec(name) is None]
-    if not absent:
-        return None
-    names = f"{', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
-    return UsageError(f"{what} needs the package{'s' * (len(absent) > 1)} {names}", install_hint(extra))
-
-
-def require(what: str, extra: str, *packages: str) -> None:
-    """Raise the error of `missing`, if there is one."""
-    if (error := missing(what, extra, *packages)) is not None:
-        raise error
+    if absent := [name for name in packages if find_spec(name) is None]:
+        names = f"{', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
+        raise UsageError(f"{what} needs the package{'s' * (len(absent) > 1)} {names}", install_hint(extra))
 
 
 def install_hint(extra: str) -> str:

@@ -27,7 +27,7 @@ class EngineRecord:
     """An engine, as it registered itself when it began to listen."""
 
     pid: int
-    process: str  # tells its process from a later one with the same id
+    process: str  # boot and start time: a later process with this id has others
     socket: str
     store: str
     model: str
@@ -82,11 +82,6 @@ def records() -> list[EngineRecord]:
                 else:
                     path.unlink(missing_ok=True)
     return sorted(found, key=lambda record: record.pid)
-
-
-def registered_engines() -> list[Path]:
-    """Return the sockets of this user's engines, over any store."""
-    return [Path(record.socket) for record in records()]
 
 
 def _folder() -> Path:

@@ -14,6 +14,7 @@ from cacheblend_cli.types import NO_RATIO, AnswerEvent, CompletedAnswer, Notes, 
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
+_WAITED_S = 1.0  # a ready engine takes less
 _FEW_TOKENS = 16  # do not report the speed of fewer decoded tokens: it includes the start
 if TYPE_CHECKING:
     from cacheblend_cli.types import (
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         AskOptions,
         AskPlan,
         ChunkUse,
+        Timing,
         TokenUse,
         Verification,
     )
@@ -137,8 +139,7 @@ def show_answer(result: AnswerResult, output: Output, extra: dict[str, Any], sec
             output.note(line)
     if cut := cut_note(answer):
         output.note(cut)
-    t = answer.timing
-    show_summary(result, output, seconds, t.process_s - t.ttft_s if t.model_load_s else 0.0)
+    show_summary(result, output, seconds, seconds_to_start(answer.timing))
     if check := answer.confirmation:
         same, other = "confirmed: a full prefill gives the same answer", "changed: the answer is a full prefill's"
         of = f"{check.full_ttft_s * 1000:.0f} of them the full prefill"
@@ -225,6 +226,13 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None, st
 def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
     """Return searched chunks by rank, then named ones by place in the prompt."""
     return sorted(chunks, key=lambda chunk: (chunk.rank is None, chunk.rank or 0))
+
+
+def seconds_to_start(timing: Timing) -> float:
+    """Return the seconds before the question could be answered: Python and the model were loaded, here or in the engine
+    that a command has just left. 0 if the engine was ready."""
+    waited = timing.process_s - timing.ttft_s
+    return waited if timing.model_load_s or waited >= _WAITED_S else 0.0
 
 
 def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) -> str:

@@ -44,9 +44,9 @@ class BatchResult:
 
 
 class AskSession:
-    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here: then it may
-    leave an engine running at its end. scope: documents to search. sampling: None for that of the settings. document:
-    text to answer from, cited as STDIN."""
+    """Answers questions over an open store, by a running engine, else (and with `local`) by one that is loaded here. At
+    the end that one may leave an engine running. scope: documents to search. sampling: None for that of the settings.
+    document: text to answer from, cited as STDIN."""
 
     def __init__(
         self,

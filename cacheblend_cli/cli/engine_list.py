@@ -23,8 +23,8 @@ def ps(settings: Settings, json: options.Json = False) -> None:
     """List this user's engines that stay loaded, over any store: those of `serve` and of keep_alive.
 
     Lines of --json have pid, model, store, version, socket, memory_bytes and state: idle, busy, loading, ending, "not
-    responding" or "store gone". Of an engine that responds also idle_s, idle_exit_s (0: never), own (started by a
-    question), url, up_s, protocol and counts.
+    responding" or "store gone". Of an engine that responds also idle_s, idle_exit_s (0: never), own (started by
+    another command), url, up_s, protocol and counts.
     """
     output = Output(json=json)
     found = engines(settings, everywhere=True)
@@ -81,7 +81,7 @@ def _state(facts: dict[str, Any]) -> str:
 
 
 def _until(facts: dict[str, Any]) -> str:
-    """Return when an engine ends if nobody asks it."""
+    """Return when an engine ends without further requests."""
     exit_s = facts.get("idle_exit_s")
     if exit_s is None:
         return ""

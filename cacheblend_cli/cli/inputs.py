@@ -133,7 +133,7 @@ def choice(question: str, num_choices: int, default: int, output: Output) -> int
 
 
 def _typed(prompt: str, output: Output, end: str = "") -> str:
-    """Return the line that is typed after the prompt. end: what Ctrl-D counts as."""
+    """Show a prompt and return the typed line. end: value for Ctrl-D."""
     output.end_status()
     output.err.write(prompt)
     output.err.flush()

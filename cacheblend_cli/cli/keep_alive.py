@@ -16,8 +16,8 @@ DEFAULT_S = 300.0
 
 
 def leave_engine(resolved: Resolved, output: Output, memory: int | None, *, on_gpu: bool) -> None:
-    """Start an engine for the next questions, unless the setting keep_alive says no, memory is short, or the last start
-    failed. Does not wait for it; a failure is not an error of the command. memory: bytes that the engine takes."""
+    """Start an engine for the next questions, unless keep_alive is off, memory is short, or the last start failed. Does
+    not wait for it, and ignores failures. memory: bytes that the engine takes."""
     settings = resolved.settings
     seconds = keep_alive_s(settings.keep_alive) if settings.keep_alive else DEFAULT_S * _is_attended(output)
     if not seconds or "RANK" in os.environ or is_short_for(memory or 0):  # RANK: torchrun's

@@ -49,7 +49,7 @@ Source = Annotated[
 Everywhere = Annotated[
     bool, Option("--all", help="Search all stored documents, not only those of the current project.")
 ]
-Local = Annotated[bool, Option("--local", help="Don't use a running server (cacheblend serve).")]
+Local = Annotated[bool, Option("--local", help="Don't use a running engine (see cacheblend ps).")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, Option("--verbose", "-v", help="Show all sources, the documents searched, tokens and times.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print ids only, and no messages.")]
@@ -238,7 +238,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
 
 def make_room(settings: Settings) -> None:
     """End idle engines that commands left running if the model takes more than a quarter of the free memory. On a GPU
-    every engine does."""
+    it always does."""
     from cacheblend_cli.model.host_memory import available_memory, total_memory
     from cacheblend_cli.model.locate import locate
 
@@ -255,8 +255,8 @@ def may_use_gpu(settings: Settings) -> bool:
 
 
 def engine_for_documents(settings: Settings, output: Output, on_loaded: Callable[[], None]) -> Engine | UnloadedEngine:
-    """Return an engine that is loaded when something is computed, if its model is known before. Raises like
-    `load_engine`."""
+    """Return an engine that loads its model when something is computed, or a loaded one if that cannot be described
+    before. Raises the errors of `load_engine`."""
     from cacheblend_cli.engine.unloaded import UnloadedEngine
 
     def load() -> Engine:

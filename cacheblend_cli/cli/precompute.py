@@ -228,7 +228,7 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
 
 
 def _check_background(background: bool, others: dict[str, object]) -> None:
-    """Raises UsageError for flags that conflict with --background."""
+    """Raise UsageError for flags that conflict with --background."""
     for flag in (flag for flag, given in others.items() if background and given):
         raise UsageError(f"{flag} cannot be used with --background", f"omit {flag}")
 
@@ -236,7 +236,7 @@ def _check_background(background: bool, others: dict[str, object]) -> None:
 def _check_collector(
     collector: str | None, workers: int | None, settings: Settings, *, watch: bool, dry_run: bool
 ) -> None:
-    """Raises UsageError for flags that conflict with --collector, and if it is not installed."""
+    """Raise UsageError for flags that conflict with --collector, and if it is not installed."""
     if collector is None:
         if workers is not None:
             raise UsageError("--workers was given without --collector", "for example --collector ray:local")
@@ -298,7 +298,7 @@ def _cost(difference: Difference) -> str:
 
 
 def _time(difference: Difference) -> str:
-    """Return the estimated time, and where it comes from."""
+    """Return the estimated time and its source."""
     seconds, speed = difference.seconds, difference.tokens_per_s
     source = f"at {speed:,.0f} tokens/s, as in earlier runs here" if speed else "measured now"
     return f"about {format_seconds(seconds)} ({source})"

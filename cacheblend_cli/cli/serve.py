@@ -149,7 +149,7 @@ def _run(resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None
         end_own(settings, http.grace_s)
     if not is_own and (reply := ask_status(warm)) is not None:
         there = f"an engine with these settings already runs at {reply['url']} (process {reply['pid']})"
-        raise UsageError(there, "use it, or end it: cacheblend serve --stop")
+        raise UsageError(there, "use it, or end it: cacheblend stop")
     with store_in_use(settings, create=True, note=output.note) as store, ExitStack() as held:
         warm_socket, warm_file, public, url = _bind(warm, settings, http, held)  # first: other commands wait for it
         read_ahead(settings.model, settings.dtype, settings.weight_dtype)

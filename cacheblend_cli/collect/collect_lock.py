@@ -33,7 +33,7 @@ def collecting_alone(store: ChunkStore) -> Iterator[bool]:
 
 @contextmanager
 def _held(store: ChunkStore, kind: int) -> Iterator[bool]:
-    """Yield whether the lock is held. It is not in a store of another user, and on a filesystem without locks."""
+    """Yield whether the lock is held: never in another user's store, and on a filesystem without locks."""
     handle, held = None, False
     try:
         if store.is_own:

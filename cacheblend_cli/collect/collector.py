@@ -70,7 +70,7 @@ class Collector:
         check: Check = go_on,
     ) -> None:
         """keep: keys of chunks that must not be evicted to make room. with_prefix: store the prefix's KV too. check:
-        gives a launch up."""
+        called between layers, may cancel."""
         self.collection, self._given, self._keep, self._with_prefix = collection, store, keep, with_prefix
         self._check = check
 

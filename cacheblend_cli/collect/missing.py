@@ -28,7 +28,7 @@ class MissingChunks:
     """
 
     def __init__(self, store: ChunkStore, collections: Callable[[], Sequence[Collection]], check: Check) -> None:
-        """collections: those that the engine can compute. check: gives a launch up."""
+        """collections: return those that the engine can compute. check: called between layers, may cancel."""
         self._store, self._collections, self._check = store, collections, check
         self._generation = 0  # of the store when it was last read
         self._queue: dict[bytes, None] = {}  # keys, in order

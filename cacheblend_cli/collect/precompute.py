@@ -198,7 +198,7 @@ def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
 
 
 def _load(collection: Collection) -> float:
-    """Load the model. Return the seconds that it took, which say nothing about the run."""
+    """Load the model. Return the seconds that it took, which the speed of the run leaves out."""
     start = time.perf_counter()
     _ = collection.decoder
     return time.perf_counter() - start

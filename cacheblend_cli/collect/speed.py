@@ -33,7 +33,7 @@ class CollectSpeed:
         return tokens / seconds if seconds else 0.0
 
     def count(self, num_tokens: int) -> None:
-        """Count tokens that were computed just now."""
+        """Add tokens whose computation has just ended."""
         now = time.perf_counter()
         if self._first is None or (not self._tokens and now - self._first < _GROUP_S):
             self._first = self._first or now

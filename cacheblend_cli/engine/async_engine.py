@@ -111,7 +111,7 @@ class AsyncEngine:
 
     def check_unwanted(self) -> None:
         """Raise Cancelled if a request or other work waits for the engine's thread. For work between two steps that
-        can be repeated; as long as it calls this, the step is not stuck."""
+        can be repeated. Each call restarts the time after which a step counts as stuck."""
         if self._arrived or self._work or self._closing or self._core.busy:
             raise Cancelled
         self._step_began = time.monotonic()

@@ -68,12 +68,11 @@ class Documents(EngineThread, StoredDocuments):
         day: date | None = None,
         *,
         again: bool = False,
-        keep: Iterable[bytes] = (),
     ) -> Iterator[CollectedChunk]:
         """Compute the KV of stored chunks of one collection in this order: call `next` by `between_steps`.
 
-        again: compute those that have KV, too. Otherwise they are not among the results. keep: keys of further chunks
-        that must not be evicted. Raises NotFoundError, and UsageError for chunks of another collection.
+        again: compute those that have KV, too. Otherwise they are not among the results. Raises NotFoundError, and
+        UsageError for chunks of another collection.
         """
         from cacheblend_cli.collect.collector import Collector, planned_of
 
@@ -85,9 +84,9 @@ class Documents(EngineThread, StoredDocuments):
         manifests = list(filter(None, found.values()))
         if other := [manifest.id[:12] for manifest in manifests if manifest.collection != collection.id]:
             what = f"chunk {other[0]} was cut for another model, prompt or date than this engine's"
-            raise UsageError(what, "end the engine, then run precompute again: cacheblend serve --stop")
+            raise UsageError(what, "end the engine (cacheblend stop), then run precompute again")
         planned = [planned_of(manifest) for manifest in manifests if again or not manifest.has_kv]
-        return Collector(collection, store, {*keys, *keep}).store(planned, again=again, every_s=_COMMIT_S)
+        return Collector(collection, store, set(keys)).store(planned, again=again, every_s=_COMMIT_S)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
         """Store documents, each (id, text), replacing documents with the same ids, and compute their KV now.

@@ -95,7 +95,7 @@ def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[s
 
 
 def _way(blend: BlendParams) -> dict[str, str]:
-    """Return the way to blend, without how much."""
+    """Return the fields of BlendParams that a profile depends on, as text."""
     return {name: str(value) for name, value in asdict(blend).items() if name not in _CHOSEN}
 
 

@@ -16,9 +16,10 @@ DEFAULTS = ("Q4_K_M", "Q8_0")
 
 def is_model(file: str) -> bool:
     """Return whether a GGUF file is a language model or a part of one: neither the projector of a vision model nor
-    statistics for quantising."""
-    name = file.rpartition("/")[2]
-    return "mmproj" not in name and not name.endswith(("imatrix.gguf", "imatrix_unsloth.gguf"))
+    statistics for quantising, and inside the repository."""
+    *folders, name = file.split("/")
+    is_inside = not file.startswith("/") and ".." not in folders
+    return is_inside and "mmproj" not in name and not name.endswith(("imatrix.gguf", "imatrix_unsloth.gguf"))
 
 
 def whole_models(files: Iterable[str]) -> list[str]:

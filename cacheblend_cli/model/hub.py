@@ -181,6 +181,7 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
     else:
         missing = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says why the hub did not help
         reason = type(error.__cause__ or error if missing else error).__name__
-        what = f"model {name.text} is not a local directory, is not cached in full, and could not be fetched ({reason})"
+        failed = f"could not be fetched from {constants.ENDPOINT} ({reason})"
+        what = f"model {name.text} is not a local directory, is not cached in full, and {failed}"
         hint = "give a local directory, or check the network and the hub id, and try again: what was fetched is kept"
     return ModelNotFound(name.text, what, hint)

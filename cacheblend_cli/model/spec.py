@@ -19,7 +19,7 @@ def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
 
 
 def original_length(rope: Mapping[str, Any], max_positions: int) -> int:
-    """Return the longest prompt with the frequencies of short ones. max_positions: the model's."""
+    """Return the longest prompt length that uses the RoPE frequencies of short prompts."""
     return int(rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else max_positions)
 
 

@@ -103,7 +103,7 @@ class Tokenizer:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Everything that encoding, decoding and rendering depend on."""
+        """Files, settings and library versions that encoding, decoding and rendering depend on."""
         files = self.fingerprint, self.config, self.template_source, self._given_embeddings
         return (*files, tokenizers.__version__, metadata.version("jinja2"))
 

@@ -32,7 +32,7 @@ def bind_unix(path: Path) -> socket.socket:
     """Return a listening socket for this user only (mode 0600). Replaces a stale one. Raises UsageError if another
     server listens at the path, or the socket cannot be created."""
     if Connection.is_open(path):
-        raise UsageError(f"a server already listens on {path}", "see cacheblend serve --status; end it with --stop")
+        raise UsageError(f"a server already listens on {path}", "see cacheblend ps; end it: cacheblend stop")
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = path.with_name(f"{path.name}.{os.getpid()}")
     before = os.umask(0o177)

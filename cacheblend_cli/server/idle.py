@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 IDLE_S = 1.0  # without a request, before the first launch
-LOOK_S = 1.0  # between two looks for work
+LOOK_S = 1.0  # between two checks for work
 BETWEEN_S = 0.05  # between two launches: a precompute that waits for the lock gets it
 REST_S = 300.0  # after an error
 NICE = 10
@@ -46,7 +46,7 @@ class IdleWork:
         self._missing = state.engine.missing(state.store, self._owner.salt)
         self._on_battery = self._on_request = self.computing = False
         self._num_done: int | None = None  # chunks since the work began, None before
-        self._rest_until, self._told = 0.0, ""
+        self._rest_until, self._last_error = 0.0, ""
 
     @property
     def num_missing(self) -> int | None:
@@ -108,14 +108,14 @@ class IdleWork:
     def _end(self) -> None:
         if self._num_done:
             logger.info("computed the KV of %d chunks while idle", self._num_done)
-        self._num_done, self._on_request, self._on_battery, self._told = None, False, False, ""
+        self._num_done, self._on_request, self._on_battery, self._last_error = None, False, False, ""
 
     def _rest(self, error: Exception) -> None:
         """Log an error once, and try again later."""
         self.computing, self._rest_until = False, time.monotonic() + REST_S
         self._pause()
-        if (text := getattr(error, "message", f"{type(error).__name__}: {error}")) != self._told:
-            self._told = text
+        if (text := getattr(error, "message", f"{type(error).__name__}: {error}")) != self._last_error:
+            self._last_error = text
             logger.warning("computing KV while idle failed: %s", text)
 
     def _pause(self) -> None:

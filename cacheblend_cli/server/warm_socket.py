@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from socket import socket
@@ -50,7 +50,6 @@ class _CollectBody:
     salt: str = ""
     day: date | None = None  # that the chat template prints, None for the store's
     again: bool = False  # compute chunks that have KV, too
-    keep: list[str] = field(default_factory=list)  # chunks that must not be evicted to make room, hex
 
 
 @dataclass(frozen=True)
@@ -156,10 +155,9 @@ class WarmSocket:
     async def _collect(self, body: Record) -> AsyncIterator[Record]:
         """Compute the KV of stored chunks, in the order given, at most about one launch between two steps."""
         asked = convert(body, _CollectBody)
-        keys, keep = (list(map(bytes.fromhex, names)) for names in (asked.keys, asked.keep))
-        of = self._state.store, keys, asked.codec, asked.salt, asked.day
+        of = self._state.store, list(map(bytes.fromhex, asked.keys)), asked.codec, asked.salt, asked.day
         with self._state.in_progress():
-            work = partial(self._engine.collecting, *of, again=asked.again, keep=keep)
+            work = partial(self._engine.collecting, *of, again=asked.again)
             launches = await self._state.in_pool(self._state.keyring.own, work)
             while (chunk := await self._state.in_engine(partial(next, launches, None))) is not None:
                 yield {"event": "collected", "key": chunk.key.hex(), "status": chunk.status, "how": chunk.how}

@@ -16,7 +16,7 @@ from cacheblend_store.format.keys import blob_key
 from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
 
-from cacheblend_cli.cli.answer_output import first_token_line, summary_line
+from cacheblend_cli.cli.answer_output import first_token_line, seconds_to_start, summary_line
 from cacheblend_cli.model.named import FALLBACK_NOTE
 from cacheblend_cli.types import Answer, Timing, Verification
 
@@ -261,6 +261,11 @@ def test_the_first_token_is_measured_from_the_loaded_model() -> None:
     work = "first token after 0.90 s; 15% of 2,031 cached tokens recomputed"
     assert summary_line(answer, 5.0, 3.1) == f"5.0 s: 3.1 s to start, then {work}"
     assert summary_line(answer, 3.1) == f"3.1 s, {work}"
+    warm = replace(timing, model_load_s=0.0)
+    assert seconds_to_start(timing) == seconds_to_start(warm) == pytest.approx(3.1), (
+        "also while the running engine was still loading"
+    )
+    assert seconds_to_start(replace(warm, process_s=1.2)) == 0.0
     held = replace(answer, mode="full", cached_tokens=0, prefix_cache_tokens=2192)
     assert summary_line(held, 3.1).endswith(
         "full prefill of 2,200 tokens; 2,192 tokens were still in memory from an earlier prompt"

@@ -12,6 +12,7 @@ QWEN = ["README.md", *(f"qwen-{q}.gguf" for q in ("fp16", "iq4_nl", "q4_0", "q4_
 GEMMA = ["mmproj-F16.gguf", "imatrix.gguf", "gemma.Q6_K.gguf", "gemma.UD-Q4_K_XL.gguf", "gemma.Q8_0.gguf"]
 LARGE = ["BF16/large-BF16-00001-of-00002.gguf", "BF16/large-BF16-00002-of-00002.gguf", "large-IQ4_XS.gguf"]
 TWO = ["a-0.5b-Q4_K_M.gguf", "a-7b-Q4_K_M.gguf"]
+OUTSIDE = ["../a-Q4_K_M.gguf", "a/../../b-Q4_K_M.gguf", "/c-Q4_K_M.gguf", "d-Q8_0.gguf"]
 OLD = ["ggml-model-Q4_0_4_4.gguf", "ggml-model.gguf"]
 
 
@@ -28,6 +29,7 @@ OLD = ["ggml-model-Q4_0_4_4.gguf", "ggml-model.gguf"]
         (GEMMA, ":UD-Q4_K_XL", "gemma.UD-Q4_K_XL.gguf"),
         (LARGE, "", "large-IQ4_XS.gguf"),
         (OLD, "", "ggml-model.gguf"),
+        (OUTSIDE, "", "d-Q8_0.gguf"),
     ],
 )
 def test_one_file_is_found(files: list[str], tag: str, file: str) -> None:

@@ -11,7 +11,7 @@ from checkpoints import write_checkpoint
 from command_line import process
 from gguf_files import write_gguf
 from hub_models import HubModel
-from hub_server import BYTES, COMMIT, ID, Hub
+from hub_server import BYTES, COMMIT, ID, Hub, serving
 
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.hub import HubName, cached, fetch
@@ -136,6 +136,15 @@ def test_a_damaged_file_is_refused_and_removed(ggufs: Hub, tmp_path: Path, file:
     assert (refused.value.exit_code, cached(name)) == (3, None)
     ggufs.damaged = None
     assert fetch(name) == cached(name)
+
+
+def test_the_token_goes_to_the_hub_alone(ggufs: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with serving(ggufs.repository) as other:
+        ggufs.files_at = other
+        fetch(HubName.parse(f"{ID}:Q8_0"))
+    assert other.fetched == [("m-Q8_0.gguf", 0)]
+    assert (ggufs.tokens - {None}, other.tokens) == ({"Bearer hf_secret"}, {None})
 
 
 def test_a_file_that_does_not_fit_the_disk_is_not_begun(ggufs: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

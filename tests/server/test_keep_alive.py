@@ -19,7 +19,7 @@ from command_line import ASK, Cli, CommandResult
 from cacheblend_cli.cli import options
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model import host_memory
-from cacheblend_cli.registry import registered_engines
+from cacheblend_cli.registry import records
 from cacheblend_cli.server import background
 from cacheblend_cli.settings import Settings, resolve
 from cacheblend_cli.sockets import socket_of
@@ -79,10 +79,10 @@ def test_the_second_question_is_answered_by_the_engine_that_the_first_one_left(t
     assert json.loads(again.out)["generated_ids"] == json.loads(cold.out)["generated_ids"]
     [status] = terminal("serve", "--status", "--json").records
     assert (status["pid"], status["finished"]) == (pid_of(warm), 2)
-    assert registered_engines() == [Path(status["socket"])]
+    assert [record.socket for record in records()] == [status["socket"]]
     assert terminal("serve", "--stop").code == 0
     assert terminal("serve", "--status").code == 3
-    assert registered_engines() == []
+    assert records() == []
 
 
 def test_a_real_terminal_gets_an_engine_and_a_pipe_none(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ class Hub(ThreadingHTTPServer):
 
     fetched: (file, first byte) of each download, in order. cut: file -> bytes after which each download breaks off.
     sent: file -> bytes after which nothing is sent. damaged: file that is served with other bytes. gated: refuse
-    downloads. architecture: of its GGUF files.
+    downloads. architecture: of its GGUF files. files_at: another hub that the large files are redirected to. tokens:
+    values of the header Authorization.
     """
 
     daemon_threads = True
@@ -34,6 +35,8 @@ class Hub(ThreadingHTTPServer):
         self.gated = False
         self.damaged: str | None = None
         self.architecture: str | None = None
+        self.files_at: Hub | None = None
+        self.tokens = set[str | None]()
 
     @property
     def url(self) -> str:
@@ -65,6 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.server.tokens.add(self.headers.get("Authorization"))
         if self.server.gated and "/resolve/" in path:
             return self._refuse(403, "GatedRepo")
         if ID not in path:
@@ -99,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str) -> None:
         if not self._path(name).is_file():
             return self._refuse(404, "EntryNotFound")
+        if self.server.files_at is not None:
+            return self._redirect(name, self.server.files_at)
         content = self._path(name).read_bytes()
         if name == self.server.damaged:
             content = bytes(8) + content[8:]
@@ -111,14 +117,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{self._digest(name)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Accept-Ranges", "bytes")
+        cut, sent = self.server.cut.get(name), self.server.sent.get(name)
+        if self.command == "GET" and (cut, sent) != (None, None):
+            self.send_header("Connection", "close")  # the client must not use it again, and http.server closes it
         self.end_headers()
         if self.command == "HEAD":
             return None
         self.server.fetched.append((name, start))
-        cut, sent = self.server.cut.get(name), self.server.sent.get(name)
         self.wfile.write(content[:sent][start : None if cut is None else start + cut])
-        self.close_connection = cut is not None or sent is not None
         return None
+
+    def _redirect(self, name: str, other: Hub) -> None:
+        self.send_response(302)
+        self.send_header("Location", f"{other.url}{self.path}")
+        self.send_header("X-Linked-ETag", f'"{self._digest(name)}"')
+        self.send_header("X-Linked-Size", str(self._path(name).stat().st_size))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _json(self, content: object) -> None:
         body = json.dumps(content).encode()

@@ -71,7 +71,7 @@ def _is_kept(folder: Path) -> bool:
 
 
 def _put_in_place(folder: Path, kept: Path) -> None:
-    """Move the folder into place atomically; another process may have been faster."""
+    """Move the folder into place atomically, unless another process did it first."""
     try:
         os.replace(folder, kept)
     except OSError:
