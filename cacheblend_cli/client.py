@@ -17,6 +17,7 @@ from cacheblend_store.conversion import convert
 
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, PromptTooLong, UsageError
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
+from cacheblend_cli.settings.identity import left_engine_settings
 from cacheblend_cli.sockets import PROTOCOL, socket_of
 from cacheblend_cli.types import (
     EVENTS,
@@ -34,13 +35,15 @@ from cacheblend_cli.types import (
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.search import SearchResult
 
+SETTINGS = "engine_settings"
+"""Field of /engine/ask and /engine/plan: `left_engine_settings` of the client, or null."""
 _CONNECT_S = 2.0
 _VERSION_S = 0.5  # for the protocol version: an engine that is loading does not reply
 _DATA = b"data: "
 
 
 class EngineLost(CacheBlendError):
-    """The engine ended in the middle of an answer."""
+    """The engine ended in the middle of an answer, or was left by a command with other settings."""
 
 
 class Connection:
@@ -135,9 +138,10 @@ class Client:
     answer.
     """
 
-    def __init__(self, path: Path, resolved: Resolved = DEFAULTS) -> None:
-        """path: socket of the engine. resolved: settings for requests."""
-        self._path, self._resolved = path, resolved
+    def __init__(self, path: Path, resolved: Resolved = DEFAULTS, settings: str | None = None) -> None:
+        """path: socket of the engine. resolved: settings for requests. settings: `left_engine_settings` of questions;
+        None for any."""
+        self._path, self._resolved, self._settings = path, resolved, settings
 
     @classmethod
     def connect(cls, **settings: Any) -> Client:
@@ -157,7 +161,7 @@ class Client:
     def of(cls, settings: Settings) -> Client | None:
         """Return a client of the engine with this store, model and settings, None if none is running."""
         path = socket_of(settings)
-        return cls(path) if Connection.is_open(path) else None
+        return cls(path, settings=left_engine_settings(settings)) if Connection.is_open(path) else None
 
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
         """Build a request. chunks: complete ids. about: documents, search, history, ..., see `Engine.request`."""
@@ -182,7 +186,7 @@ class Client:
     def events(self, ask: AskRequest) -> Iterator[AnswerEvent]:
         """Send a request immediately. Return its events, CompletedAnswer last. Closing the iterator cancels it."""
         connection = self._connected()
-        received = connection.request("ask", ask.wire)
+        received = connection.request("ask", {**ask.wire, SETTINGS: self._settings})
 
         def events() -> Iterator[AnswerEvent]:
             with connection:
@@ -193,7 +197,7 @@ class Client:
     def plan(self, ask: AskRequest) -> tuple[AskPlan, list[str]]:
         """Return the plan of a request without running it, and the document names of its chunks."""
         with self._connected() as connection:
-            [event] = connection.request("plan", ask.wire)
+            [event] = connection.request("plan", {**ask.wire, SETTINGS: self._settings})
         return convert(event["plan"], AskPlan), convert(event["names"], list[str])
 
     def search(self, query: str, params: SearchParams) -> tuple[SearchResult, list[str], int]:

@@ -85,7 +85,10 @@ class AskSession:
 
     def plan(self, question_input: QuestionInput) -> AskPlan:
         ask_request = self._request(question_input)
-        plan = (self._running() or self._load()).plan(ask_request)
+        try:
+            plan = (self._running() or self._load()).plan(ask_request)
+        except EngineLost:
+            plan = self._load().plan(ask_request)
         named = {key.hex() for key in ask_request.keys}
 
         def is_sent(chunk: ChunkPlan) -> bool:

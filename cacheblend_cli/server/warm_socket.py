@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from cacheblend_cli.client import SETTINGS
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done
@@ -33,6 +34,7 @@ from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.idle import IdleWork
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.settings.identity import left_engine_settings
 from cacheblend_cli.sockets import PROTOCOL, SocketFile
 from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Piece, Progress, SearchParams
 from cacheblend_cli.version import __version__
@@ -87,6 +89,11 @@ class WarmSocket:
         """Return whether socket and store were not moved, removed or replaced."""
         return self._file.is_in_place
 
+    @property
+    def _is_own(self) -> bool:
+        """Return whether a command left this engine running, on a private socket only."""
+        return self._url == f"unix:{self._file.path}"
+
     def owns(self, address: tuple[str, int | None] | None) -> bool:
         """Return whether a connection with this local address belongs to the socket."""
         return address == self._address
@@ -101,6 +108,10 @@ class WarmSocket:
                 body = await request.json()
             except (ValueError, RecursionError, ClientDisconnect):
                 return Response(status_code=400)
+            wanted = body.pop(SETTINGS, None) if isinstance(body, dict) else None
+            if self._is_own and wanted not in (None, left_engine_settings(self._state.settings)):
+                self.on_stop()  # the client answers itself, and leaves an engine with its settings
+                return Response(status_code=409)
             return EventStream(_encode(make(body)), ExitStack())
 
         return answer
@@ -110,7 +121,7 @@ class WarmSocket:
         yield {
             "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": state.model,
             "store": os.path.abspath(state.store.path), "url": self._url, "socket": str(self._file.path),
-            "own": self._url == f"unix:{self._file.path}", "memory_bytes": resident_memory(),
+            "own": self._is_own, "memory_bytes": resident_memory(),
             "up_s": round(time.time() - state.started, 1), "idle_s": round(state.idle_s, 1), "idle_exit_s": self.idle_exit_s,
             "missing": self.idle.num_missing, "computing": self.idle.computing, **vars(state.engine.service.stats()),
         }  # fmt: skip

@@ -11,6 +11,7 @@ from cacheblend_cli.settings.fields import Settings, grouped
 
 IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
 """Settings of a question that only an engine with the same ones answers. Its other settings are the engine's own."""
+_OF_LEFT_ENGINE = ("kv_pool_dtype", "kv_dtype", "context", *grouped("cutting"))
 HARMLESS = frozenset(
     grouped(
         "search", "blend", "research", "sampling", "prompt", "cutting", "serve", "decoding", but=("embeddings", "allow_origin")
@@ -18,6 +19,12 @@ HARMLESS = frozenset(
 )  # fmt: skip
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""
+
+
+def left_engine_settings(settings: Settings) -> str:
+    """Return the settings that, beside IDENTITY, must be a question's for an engine that a command left running: nobody
+    chose that engine's own, and the answer is the one that a command computes itself."""
+    return repr([getattr(settings, name) for name in _OF_LEFT_ENGINE])
 
 
 def risky_settings(values: Mapping[str, Any], folder: Path) -> list[str]:

@@ -85,6 +85,18 @@ def test_the_second_question_is_answered_by_the_engine_that_the_first_one_left(t
     assert records() == []
 
 
+def test_an_engine_with_other_settings_of_its_own_is_replaced(
+    terminal: Cli, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(*QUICK)
+    first = pid_of(terminal(*ASK))
+    monkeypatch.setenv("CACHEBLEND_KV_POOL_DTYPE", "float8_e4m3")
+    assert "by the engine" not in terminal(*ASK).err
+    assert pid_of(terminal(*ASK)) not in (first, os.getpid())
+    monkeypatch.setenv("CACHEBLEND_CHUNK_TOKENS", "100")
+    assert terminal("ask", *QUICK[1:], "--dry-run").code == 0
+
+
 def test_a_real_terminal_gets_an_engine_and_a_pipe_none(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command twice; its answer goes into a pipe, as in $(...)."""
     for name in ("CACHEBLEND_KEEP_ALIVE", "CI", "SUDO_UID"):
