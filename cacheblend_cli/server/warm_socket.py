@@ -57,6 +57,7 @@ class _CollectBody:
 class _FinishBody:
     """Body of /engine/finish."""
 
+    salt: str = ""
     on_battery: bool = False  # compute on battery, too
 
 
@@ -166,7 +167,8 @@ class WarmSocket:
         yield {"event": "done", "end": True}
 
     async def _finish(self, body: Record) -> AsyncIterator[Record]:
-        missing = await self.idle.finish(on_battery=convert(body, _FinishBody).on_battery)
+        asked = convert(body, _FinishBody)
+        missing = await self.idle.finish(asked.salt, on_battery=asked.on_battery)
         yield {"event": "finishing", "end": True, "missing": missing}
 
     async def _resolved(self, ask: AskRequest) -> Request:
