@@ -237,11 +237,9 @@ def test_an_answer_goes_on_while_anothers_chunks_are_stored(
         stored.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=200, logprobs=0))),
         listener,
     )
-    [answer] = submit(service, stored.request())[0].done().answers
-    del counts[0]  # the prompt's prefix
+    assert submit(service, stored.request())[0].done().answers
     assert len(counts) == len(stored.keys) == len(set(counts))
     assert all(map(stored.store.has_kv, stored.keys))
-    assert any("stored" in note for note in answer.notes)
     assert listener.done().answers
 
 
