@@ -229,11 +229,11 @@ class Client:
                 if event["event"] == "collected":
                     yield bytes.fromhex(event["key"]), event["status"], event["how"]
 
-    def finish(self, *, on_battery: bool = False) -> int | None:
+    def finish(self, salt: str = "", *, on_battery: bool = False) -> int | None:
         """Let the engine compute missing chunks while it is idle, and stay until then. Return their number, None if it
-        does not compute them. on_battery: also while a battery powers this machine."""
+        does not compute them, as those of another salt. on_battery: also while a battery powers this machine."""
         with self._connected() as connection:
-            [event] = connection.request("finish", {"on_battery": on_battery})
+            [event] = connection.request("finish", {"salt": salt, "on_battery": on_battery})
         missing: int | None = event["missing"]
         return missing
 

@@ -35,11 +35,11 @@ def finish_in_background(resolved: Resolved, report: PrecomputeReport, output: O
     settings = resolved.settings
     start_own(settings, keep_alive_s(settings.keep_alive) or DEFAULT_S, options.engine_flags(resolved))
     path = socket_of(settings)
-    missing, status = Client(path).finish(on_battery=True), ask_status(path) or {}
+    missing, status = Client(path).finish(settings.salt, on_battery=True), ask_status(path) or {}
     have = f"{report.with_kv:,} of {counted(report.chunks, 'chunk')} have KV"
     engine = f"the engine of process {status.get('pid')}"
     if missing is None:
-        raise UsageError(f"{have}; {engine} computes none while it is idle", "run it without --background")
+        raise UsageError(f"{have}; {engine} computes none of them while it is idle", "run it without --background")
     output.note(f"{have}; {engine} computes the rest while it is idle: cacheblend ps")
 
 
@@ -48,6 +48,6 @@ def after_interrupt(settings: Settings, report: PrecomputeReport) -> str:
     have = f"{counted(report.chunks, 'chunk')} can be asked already, {report.with_kv:,} have KV"
     with suppress(CacheBlendError):
         client = Client.of(settings)
-        if client is not None and client.finish(on_battery=False) is not None:
+        if client is not None and client.finish(settings.salt, on_battery=False) is not None:
             return f"{have}; the running engine computes the rest while it is idle (cacheblend ps)"
     return f"{have}; to continue: cacheblend precompute (in the background: --background)"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.records import encode_manifest
-from cacheblend_store.store import PutStatus
 
 from cacheblend_cli.cancellation import Check, go_on
 from cacheblend_cli.collect.commits import Whole, commit
@@ -42,6 +41,7 @@ class PlannedChunk:
     keeps_state: bool = True  # a hybrid's state after it is stored
 
 
+ChunkStatus = Literal["new", "unchanged", "replaced"]
 How = Literal["fetched", "computed"]
 
 
@@ -49,7 +49,7 @@ class CollectedChunk(NamedTuple):
     """A chunk whose KV is durable."""
 
     key: bytes
-    status: PutStatus
+    status: ChunkStatus
     how: How
 
 
@@ -67,12 +67,14 @@ class Collector:
         keep: Container[bytes] = frozenset(),
         *,
         with_prefix: bool = True,
+        only_known: bool = False,
         check: Check = go_on,
     ) -> None:
-        """keep: keys of chunks that must not be evicted to make room. with_prefix: store the prefix's KV too. check:
-        called between layers, may cancel."""
+        """keep: keys of chunks that must not be evicted to make room. with_prefix: store the prefix's KV too.
+        only_known: store no chunk whose record is removed while it is computed. check: called between layers, may
+        cancel."""
         self.collection, self._given, self._keep, self._with_prefix = collection, store, keep, with_prefix
-        self._check = check
+        self._only_known, self._check = only_known, check
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -129,9 +131,12 @@ class Collector:
             "computed": self._computed,
         }
         for how, way in ways.items():
-            for key, status in commit(self._store, way(list(left.values())), self._keep, every_s):
+            for key, status in commit(
+                self._store, way(list(left.values())), self._keep, every_s, only_known=self._only_known
+            ):
                 del left[key]
-                yield CollectedChunk(key, status, how)
+                if status != "gone":
+                    yield CollectedChunk(key, status, how)
 
     def put_blobs(self, planned: PlannedChunk, blobs: Sequence[bytes]) -> None:
         self._store.put_chunks([(chunk_manifest(self.collection, planned), blobs)], self._keep)

@@ -18,7 +18,12 @@ Whole = tuple[ChunkManifest, Sequence[bytes]]
 
 
 def commit(
-    store: ChunkStore, chunks: Iterable[Whole], keep: Container[bytes] = frozenset(), every_s: float | None = None
+    store: ChunkStore,
+    chunks: Iterable[Whole],
+    keep: Container[bytes] = frozenset(),
+    every_s: float | None = None,
+    *,
+    only_known: bool = False,
 ) -> Iterator[tuple[bytes, PutStatus]]:
     """Store the chunks. Yields each key and status once it is durable. Raises the errors of `ChunkStore.put_chunks`.
 
@@ -27,7 +32,7 @@ def commit(
     chunk.
 
     keep: keys of chunks that must not be evicted to make room. every_s: None for GROUP_SECONDS; 0 commits each chunk
-    by itself.
+    by itself. only_known: see `ChunkStore.put_chunks`.
     """
     every_s = GROUP_SECONDS if every_s is None else every_s
     waiting, num_bytes, committed_at, least = list[Whole](), 0, time.monotonic(), every_s
@@ -36,22 +41,24 @@ def commit(
         num_bytes += sum(map(len, chunk[1]))
         if num_bytes >= GROUP_BYTES or time.monotonic() - committed_at >= least:
             began = time.monotonic()
-            done = list(_put(store, waiting, keep))
+            done = list(_put(store, waiting, keep, only_known))
             took = time.monotonic() - began
             yield from done
             waiting, num_bytes, committed_at = [], 0, time.monotonic()
             least = every_s * min(max(1.0, _COMMIT_SHARE * took), _MOST)
     if waiting:
-        yield from _put(store, waiting, keep)
+        yield from _put(store, waiting, keep, only_known)
 
 
-def _put(store: ChunkStore, group: Sequence[Whole], keep: Container[bytes]) -> Iterator[tuple[bytes, PutStatus]]:
+def _put(
+    store: ChunkStore, group: Sequence[Whole], keep: Container[bytes], only_known: bool
+) -> Iterator[tuple[bytes, PutStatus]]:
     try:
-        statuses = store.put_chunks(group, keep)
+        statuses = store.put_chunks(group, keep, only_known=only_known)
     except (StoreFull, StoreNoSpace):
         if len(group) == 1:
             raise
         for one in group:  # no room for all at once: put them one by one, each evicting others
-            yield from _put(store, [one], keep)
+            yield from _put(store, [one], keep, only_known)
     else:
         yield from zip((manifest.key for manifest, _ in group), statuses, strict=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cacheblend_cli.collect.collector import ChunkStatus
 from cacheblend_cli.collect.difference import Difference
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.corpus.documents import Skipped
 
-ChunkStatus = Literal["new", "unchanged", "replaced"]
 OnEvent = Callable[["PrecomputeEvent"], None]
 
 

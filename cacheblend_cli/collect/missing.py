@@ -65,7 +65,7 @@ class MissingChunks:
         if not same:
             keep = _Everything()
             self._collectors = {
-                name: Collector(collection, self._store, keep, check=self._check)
+                name: Collector(collection, self._store, keep, only_known=True, check=self._check)
                 for name, collection in collections.items()
             }
         return len(self._queue)

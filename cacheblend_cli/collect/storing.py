@@ -12,9 +12,9 @@ from cacheblend_store import ChunkStore, DocumentRecord, DocumentSummary
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.collect_lock import collecting
-from cacheblend_cli.collect.collector import Cluster, Collector, PlannedChunk, chunk_manifest, planned_of
+from cacheblend_cli.collect.collector import ChunkStatus, Cluster, Collector, PlannedChunk, chunk_manifest, planned_of
 from cacheblend_cli.collect.document_records import document_record, document_summary, is_news, renamed
-from cacheblend_cli.collect.events import ChunkResult, ChunkStatus, OnEvent, PrecomputeEvent, PrecomputeReport
+from cacheblend_cli.collect.events import ChunkResult, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner, keeps_state
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.collect.speed import CollectSpeed
@@ -131,7 +131,7 @@ class PlanStorage:
         if self._warm is not None and not part.collection.model.spec.recurrent:
             return WarmCollector(part.collection, self._store, self._warm)
         with_prefix = part.collection.prefix_key in self._room
-        return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix)
+        return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix, only_known=True)
 
     def _keep_document(self, part: Part, planned: PlannedDocument) -> None:
         """Report the chunks of a document that needs no work, and store its summary if it has none."""
@@ -234,10 +234,12 @@ class PlanStorage:
             self._tell(part, first, collected.status, before, has_kv=True, done=first.size.num_tokens)
             for place in others:  # the same text in other places
                 self._tell(part, place, "unchanged", before, has_kv=True)
+        with self._store.read() as reader:  # a chunk that was removed meanwhile has none
+            with_kv = {key for key in batch.pending if (m := reader.undamaged(key)) is not None and m.has_kv}
         for key in list(batch.pending):
             status = batch.pending.pop(key)
             for place in places[key]:
-                self._tell(part, place, status, before, has_kv=True)
+                self._tell(part, place, status, before, has_kv=self._cluster is not None or key in with_kv)
         for planned in documents:
             self._add_summary(part, planned)
         self._put_summaries()

@@ -7,10 +7,9 @@ from datetime import date
 from typing import Protocol, cast
 
 from cacheblend_store import ChunkStore
-from cacheblend_store.store import PutStatus
 
 from cacheblend_cli.client import EngineLost
-from cacheblend_cli.collect.collector import CollectedChunk, Collector, How, PlannedChunk
+from cacheblend_cli.collect.collector import ChunkStatus, CollectedChunk, Collector, How, PlannedChunk
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -32,7 +31,7 @@ class WarmCollector(Collector):
     """Collects chunks by a running engine, and in this process once that ends."""
 
     def __init__(self, collection: Collection, store: ChunkStore, engine: WarmEngine) -> None:
-        super().__init__(collection, store)
+        super().__init__(collection, store, only_known=True)
         self._engine: WarmEngine | None = engine
 
     def begin(self) -> None:
@@ -47,7 +46,7 @@ class WarmCollector(Collector):
             try:
                 for key, status, how in self._engine.collect(list(left), of.codec, of.salt, of.day, again=again):
                     del left[key]
-                    yield CollectedChunk(key, cast(PutStatus, status), cast(How, how))
+                    yield CollectedChunk(key, cast(ChunkStatus, status), cast(How, how))
             except EngineLost:
                 self._engine = None
         if self._engine is None:

@@ -86,7 +86,8 @@ class Documents(EngineThread, StoredDocuments):
             what = f"chunk {other[0]} was cut for another model, prompt or date than this engine's"
             raise UsageError(what, "end the engine (cacheblend stop), then run precompute again")
         planned = [planned_of(manifest) for manifest in manifests if again or not manifest.has_kv]
-        return Collector(collection, store, set(keys)).store(planned, again=again, every_s=_COMMIT_S)
+        collector = Collector(collection, store, set(keys), only_known=True)
+        return collector.store(planned, again=again, every_s=_COMMIT_S)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
         """Store documents, each (id, text), replacing documents with the same ids, and compute their KV now.

@@ -180,7 +180,7 @@ def model_fingerprint(
 
 
 def weights_digest(model_dir: Path) -> str:
-    """Return xxh3-128 over all weight files, hex. Cached per (path, size, mtime, inode) in the user's cache."""
+    """Return xxh3-128 over all weight files, hex. Cached per (path, size, times, inode) in the user's cache."""
     files = checkpoint_files(model_dir)
     memo = user_cache.place("weights", *_stamps(files))
     if len(known := user_cache.recall(memo)) == 32:
@@ -207,5 +207,7 @@ def adapter_digest(lora: Path) -> str:
     return digest
 
 
-def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
-    return [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()]]
+def _stamps(files: list[Path]) -> list[tuple[str | int, ...]]:
+    """Return what changes with the files. A copy can have the time of the file that it replaces, but not its ctime."""
+    stats = ((f.resolve(), f.stat()) for f in files)
+    return [(str(f), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for f, s in stats]

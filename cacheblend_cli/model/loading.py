@@ -40,6 +40,10 @@ _TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 _ASKED, _ANSWERED, _NEXT = "5d1f0 asked", "5d1f1 answered", "5d1f2 next"
 
 
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(ModelDescription):
     """A decoder with its tokenizer and metadata."""
@@ -52,6 +56,13 @@ class LoadedModel(ModelDescription):
     @property
     def loaded(self) -> LoadedModel:
         return self
+
+    @property
+    def has_same_files(self) -> bool:
+        """Return whether the files of the weights are those that were loaded."""
+        with suppress(OSError):
+            return all(_stamp(file.stat()) == _stamp(before) for file, before in self.files.items())
+        return False
 
     def check_files(self) -> None:
         """Raise UsageError if a file of the weights, which are used in place, was written to after loading. A file that

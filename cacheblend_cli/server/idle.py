@@ -53,8 +53,11 @@ class IdleWork:
         """Number of chunks left to compute, None before the store was read, and if this engine computes none."""
         return None if self._missing is None else self._missing.number
 
-    async def finish(self, *, on_battery: bool) -> int | None:
-        """Keep the server running until the missing chunks are computed. Return their number."""
+    async def finish(self, salt: str, *, on_battery: bool) -> int | None:
+        """Keep the server running until the missing chunks are computed. Return their number, None for chunks of a
+        salt that is not the engine's."""
+        if salt != self._owner.salt:
+            return None
         if self._missing is not None:
             await self._state.in_pool(self._owner, self._missing.read_all)
             self._on_request = self._state.finishing = True

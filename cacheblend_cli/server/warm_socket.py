@@ -58,6 +58,7 @@ class _CollectBody:
 class _FinishBody:
     """Body of /engine/finish."""
 
+    salt: str = ""
     on_battery: bool = False  # compute on battery, too
 
 
@@ -86,8 +87,9 @@ class WarmSocket:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether socket and store were not moved, removed or replaced."""
-        return self._file.is_in_place
+        """Return whether socket and store were not moved, removed or replaced; of an engine that a command left, the
+        model's files either."""
+        return self._file.is_in_place and (not self._is_own or self._engine.model.has_same_files)
 
     @property
     def _is_own(self) -> bool:
@@ -175,7 +177,8 @@ class WarmSocket:
         yield {"event": "done", "end": True}
 
     async def _finish(self, body: Record) -> AsyncIterator[Record]:
-        missing = await self.idle.finish(on_battery=convert(body, _FinishBody).on_battery)
+        asked = convert(body, _FinishBody)
+        missing = await self.idle.finish(asked.salt, on_battery=asked.on_battery)
         yield {"event": "finishing", "end": True, "missing": missing}
 
     async def _resolved(self, ask: AskRequest) -> Request:

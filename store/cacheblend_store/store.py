@@ -256,13 +256,18 @@ class ChunkStore:
         return self.put_chunks([(manifest, blobs)])[0]
 
     def put_chunks(
-        self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]], keep: Container[bytes] = ()
+        self,
+        chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]],
+        keep: Container[bytes] = (),
+        *,
+        only_known: bool = False,
     ) -> list[PutStatus]:
         """Store several chunks in one transaction: either all are durable on return, or none is stored. Raises like
         `put_chunk`.
 
         A chunk that was stored without KV is "new". If the quota is exceeded, KV of the least recently used chunks is
-        evicted, except for these chunks and the keys in `keep`.
+        evicted, except for these chunks and the keys in `keep`. only_known: leave out chunks without a record: their
+        document was removed meanwhile.
         """
         given = [(records.with_digests(manifest, blobs), blobs) for manifest, blobs in chunks]
         num_bytes = sum(manifest.num_bytes for manifest, _ in given)
@@ -288,13 +293,16 @@ class ChunkStore:
             # adjacent keys share pages, checked once
             in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)
             now = time.time()  # distinct times: eviction follows the given order
-            statuses = {i: writer.put_chunk(*given[i], now + i * 1e-6) for i in in_order}
+            statuses = dict[int, PutStatus]()
+            for i in in_order:
+                is_gone = only_known and writer.get("chunks", given[i][0].key) is None
+                statuses[i] = "gone" if is_gone else writer.put_chunk(*given[i], now + i * 1e-6)
             return [statuses[i] for i in range(len(given))]
 
         self.flush_touches()  # eviction needs up-to-date last uses
         statuses = self.transact(put)
         if self.tier is not None:
-            new = [m.key for (m, _), status in zip(given, statuses, strict=True) if status != "unchanged"]
+            new = [m.key for (m, _), status in zip(given, statuses, strict=True) if status not in ("unchanged", "gone")]
             self.tier.offer(new, self.get_blobs, partial(self.memo, records.COLLECTION))
         return statuses
 

@@ -18,7 +18,8 @@ from cacheblend_store.format.summaries import STAMP, SUMMARY_KEYS, DocumentSumma
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import COUNTED, count_bytes, read_state, write_state
 
-PutStatus = Literal["new", "unchanged", "replaced"]
+PutStatus = Literal["new", "unchanged", "replaced", "gone"]
+"""Of a chunk; "gone": it is not stored, because its record was removed."""
 
 
 class StoreWriter:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore, StoreReader
@@ -217,3 +218,36 @@ def test_no_chunk_is_computed_twice(
     thread.join(60)
     assert set(statuses) == {"new"}
     assert sum(counts) == total >= 30
+
+
+WAYS: dict[str, Callable[[Engine, ChunkStore, Path], object]] = {
+    "precompute": lambda engine, store, docs: engine.precompute(
+        store, [str(docs)], PrecomputeOptions(chunk_tokens=40, max_bytes=0), lambda event: None
+    ),
+    "idle": lambda engine, store, docs: (missing := missing_of(engine, store)).refresh() and missing.compute(()),
+    "warm": lambda engine, store, docs: list(
+        engine.collecting(store, [m.key for m in store.chunks()], engine.collection(store).codec)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_a_document_that_is_removed_while_it_is_computed_stays_removed(
+    engine: Engine,
+    docs: Path,
+    open_store: Callable[..., ChunkStore],
+    monkeypatch: pytest.MonkeyPatch,
+    way: Callable[[Engine, ChunkStore, Path], object],
+) -> None:
+    store, plain = open_store(), Collector.collect
+    store_texts(engine, store, docs)
+
+    def beside_removal(collector: Collector, chunks: Any) -> Iterator[Any]:
+        yield from (done := list(plain(collector, chunks)))[:1]
+        store.remove_documents([record.key for record in store.documents() if record.source.endswith("c.txt")])
+        yield from done[1:]
+
+    monkeypatch.setattr(Collector, "collect", beside_removal)
+    way(engine, store, docs)
+    assert {Path(m.source).name for m in store.chunks()} == {"a.txt", "b.txt"}
+    assert with_kv(store) or way is WAYS["idle"]

@@ -250,10 +250,12 @@ def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
     stored.store.evict_chunks(stored.keys)
     service, put = AsyncEngine(stored.engine.runtime, features=FEATURES), ChunkStore.put_chunks
 
-    def closing(store: ChunkStore, chunks: Sequence[tuple[ChunkManifest, Sequence[bytes]]], *given: Any) -> Any:
+    def closing(
+        store: ChunkStore, chunks: Sequence[tuple[ChunkManifest, Sequence[bytes]]], *given: Any, **more: Any
+    ) -> Any:
         if chunks[0][0].context != "prefix":
             service.cancel_all()
-        return put(store, chunks, *given)
+        return put(store, chunks, *given, **more)
 
     monkeypatch.setattr(ChunkStore, "put_chunks", closing)
     listener, _ = submit(service, stored.request())

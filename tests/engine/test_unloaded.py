@@ -95,3 +95,11 @@ def test_a_model_that_is_replaced_before_it_is_loaded_is_refused(tmp_path: Path)
     write_checkpoint(tmp_path / "m", "qwen2", seed=2)
     with pytest.raises(UsageError, match="changed"):
         _ = engine.loaded
+
+
+def test_a_file_of_weights_that_was_cut_off_is_refused_before_anything_is_stored(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "qwen2")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UsageError, match="not a readable"):
+        unloaded(model=str(tmp_path / "m"))

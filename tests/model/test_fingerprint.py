@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.description import Precision, model_fingerprint
+from cacheblend_cli.model.description import Precision, model_fingerprint, weights_digest
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -123,3 +124,17 @@ def test_what_changes_logits_changes_the_fingerprint(model: HubModel, tmp_path: 
     for edits in alike:
         check(edits)
     assert changed >= 5
+
+
+def test_a_file_of_weights_that_changes_and_keeps_its_time_is_read_again(tmp_path: Path) -> None:
+    """As when an archive is extracted over it."""
+    hub_models.RUN[0].write(tmp_path / "m")
+    file, before = tmp_path / "m" / "model.safetensors", weights_digest(tmp_path / "m")
+    was = file.stat()
+    with open(file, "r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        [last] = stream.read(1)
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 1]))
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert weights_digest(tmp_path / "m") != before

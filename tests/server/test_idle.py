@@ -117,10 +117,10 @@ def test_what_searches_find_is_computed_first(start: StartServer, docs: Path, mo
     computed = list[bytes]()
     plain = ChunkStore.put_chunks
 
-    def watched(store: ChunkStore, chunks: Any, *args: Any) -> Any:
+    def watched(store: ChunkStore, chunks: Any, *args: Any, **options: Any) -> Any:
         given = list(chunks)
         computed.extend(manifest.key for manifest, _ in given if manifest.context != "prefix")
-        return plain(store, given, *args)
+        return plain(store, given, *args, **options)
 
     monkeypatch.setattr(ChunkStore, "put_chunks", watched)
     monkeypatch.setattr(idle, "IDLE_S", 0.0)
@@ -131,6 +131,7 @@ def test_what_searches_find_is_computed_first(start: StartServer, docs: Path, mo
 def test_finish_keeps_the_server_until_the_work_is_done(start: StartServer, docs: Path) -> None:
     server = start(idle_exit_s=0.3)
     store_texts(server, docs)
+    assert client_of(server).finish("other") is None
     client_of(server).finish()
     server.thread.join(60)
     assert not server.thread.is_alive()
@@ -216,3 +217,10 @@ def test_precompute_leaves_the_rest_to_the_server(start: StartServer, cli: Cli, 
     assert f"process {os.getpid()}" in told.last
     assert len(list(server.state.store.chunks())) == 3
     until(lambda: not keys_without_kv(server.state.store))
+
+
+def test_precompute_does_not_leave_chunks_of_another_salt_to_the_server(start: StartServer, cli: Cli) -> None:
+    start()
+    told = cli("precompute", "docs", "--background", "--salt", "other")
+    assert told.code == 2, told.err
+    assert "without --background" in told.err

@@ -21,7 +21,7 @@ _AT_ONCE = 8
 _BATCH_BYTES = 32 << 20  # bytes of chunks per transaction
 T = TypeVar("T")
 R = TypeVar("R")
-Status = Literal["new", "unchanged", "replaced", "rejected", "damaged", "text"]
+Status = Literal["new", "unchanged", "replaced", "gone", "rejected", "damaged", "text"]
 Rename = Callable[[str], str]
 """Converts a document's name in the store to its name in the tier, or back."""
 
