@@ -116,8 +116,10 @@ def test_kv_of_a_file_that_was_written_to_is_not_stored(tmp_path: Path) -> None:
     shutil.copytree(model_dir(), tmp_path / "m")
     (tmp_path / "a.txt").write_text("Mara leads billing. " * 20)
     engine, file = Engine.load(EngineConfig(model=str(tmp_path / "m"))), tmp_path / "m" / "model.safetensors"
+    assert engine.model.has_same_files
     shutil.copy(file, tmp_path / "new")
     (tmp_path / "new").replace(file)
+    assert not engine.model.has_same_files
     engine.model.check_files()  # replaced: the mapped file is as it was
     engine = Engine.load(EngineConfig(model=str(tmp_path / "m")))
     with file.open("r+b") as stream:
