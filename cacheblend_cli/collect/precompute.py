@@ -134,6 +134,8 @@ def precompute(
         force=options.force,
         texts_only=options.texts_only,
     )
+    if difference.computed_tokens:
+        collection.model.check_headers()  # before texts are stored for a model that cannot compute their KV
     loads = difference.computed_tokens and not (options.texts_only or options.cluster or options.warm)
     if loads and (difference.replaced.chunks or difference.removed.chunks):
         start += _load(collection)  # a model that cannot be loaded replaces and removes nothing

@@ -15,9 +15,8 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.description import adapter_digest, describe, resolve_dtype
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.locate import resolve_model
-from cacheblend_cli.model.model_files import checkpoint_files, is_converted
+from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.named import default_model
-from cacheblend_cli.model.safetensors_header import safetensors_offsets
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 
@@ -35,9 +34,7 @@ class UnloadedEngine(StoredDocuments):
         self, config: EngineConfig, name: str, path: Path, spec: ModelSpec, load: Callable[[], Engine]
     ) -> None:
         self._load = load
-        for file in checkpoint_files(path):  # reports another format before a missing tokenizer
-            if not is_converted(path):
-                safetensors_offsets(file)  # nothing is stored for a file that was cut off
+        checkpoint_files(path)  # reports another format before a missing tokenizer
         lora = Path(config.lora).expanduser() if config.lora else None
         model = describe(
             spec,

@@ -83,6 +83,11 @@ class ModelDescription:
         """The model with its weights, which are loaded on first use."""
         return self.load()
 
+    def check_headers(self) -> None:
+        """Raise UsageError for a file of weights that was cut off."""
+        for file in () if is_converted(self.path) else checkpoint_files(self.path):
+            safetensors_offsets(file)
+
     @property
     def shown_path(self) -> Path:
         """Path to show to the user: the GGUF file if `path` is the directory that stands for it."""

@@ -11,10 +11,12 @@ import hub_generic
 import hub_models
 import pytest
 from adapters import write_adapter
+from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from hub_models import HubModel
 
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.unloaded import UnloadedEngine
@@ -97,9 +99,14 @@ def test_a_model_that_is_replaced_before_it_is_loaded_is_refused(tmp_path: Path)
         _ = engine.loaded
 
 
-def test_a_file_of_weights_that_was_cut_off_is_refused_before_anything_is_stored(tmp_path: Path) -> None:
+def test_nothing_is_stored_for_a_file_of_weights_that_was_cut_off(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "qwen2")
     file = tmp_path / "m" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UsageError, match="not a readable"):
-        unloaded(model=str(tmp_path / "m"))
+    (tmp_path / "a.txt").write_text("Mara leads billing.")
+    engine = unloaded(model=str(tmp_path / "m"))
+    assert engine is not None
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        with pytest.raises(UsageError, match="not a readable"):
+            engine.precompute(store, [str(tmp_path / "a.txt")], PrecomputeOptions(), lambda event: None)
+        assert not list(store.chunks())
