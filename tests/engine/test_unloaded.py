@@ -108,5 +108,5 @@ def test_nothing_is_stored_for_a_file_of_weights_that_was_cut_off(tmp_path: Path
     assert engine is not None
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         with pytest.raises(UsageError, match="not a readable"):
-            engine.precompute(store, [str(tmp_path / "a.txt")], PrecomputeOptions(), lambda event: None)
+            engine.precompute(store, [str(tmp_path / "a.txt")], PrecomputeOptions(chunk_tokens=64), print)
         assert not list(store.chunks())
