@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGES = {
-    "decode": "decode", "peers_files": "peers", "prefill": "prefill", "serve": "serve", "soak": "soak",
+    "decode": "decode", "peers_files": "peers", "peers_start": "peers", "prefill": "prefill", "serve": "serve", "soak": "soak",
     "speculation": "speculation", "store": "store", "torture": "torture", "long_prompts": "prefill",
 }  # fmt: skip
 """Result -> its script."""
