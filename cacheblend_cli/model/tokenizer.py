@@ -38,9 +38,7 @@ class _Stages:
 
     whole: tokenizers.Tokenizer
     middle: tokenizers.Tokenizer  # encodes text that follows other text
-    plain: (
-        tokenizers.Tokenizer
-    )  # `middle` without control tokens, so `<|im_end|>` in a document is several plain pieces
+    plain: tokenizers.Tokenizer  # `middle` without control tokens: `<|im_end|>` in a document is several pieces
     decoder: Stage | None
     control: Mapping[int, str]  # id -> control token
     added_ids: frozenset[int]

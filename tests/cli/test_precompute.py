@@ -179,7 +179,7 @@ def test_an_interrupted_run_says_who_computes_the_rest(
     cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     class Warm:
-        def finish(self, *, on_battery: bool) -> int:
+        def finish(self, salt: str, *, on_battery: bool) -> int:
             assert not on_battery
             if engine == "ends":
                 raise EngineLost("ended", "")
@@ -204,7 +204,7 @@ def test_background_stores_texts_and_leaves_kv_to_an_engine(
 ) -> None:
     started, finished = list[float](), list[bool]()
 
-    def finish(client: Client, *, on_battery: bool) -> int:
+    def finish(client: Client, salt: str, *, on_battery: bool) -> int:
         finished.append(on_battery)
         return 2
 

@@ -173,9 +173,7 @@ def test_cutting_ends_with_its_client(start: Any, monkeypatch: pytest.MonkeyPatc
     processes = list[subprocess.Popen[bytes] | None]()
 
     def stopped(self: LimitedProcess, *message: Any) -> Iterator[bytes]:
-        self.start()
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
+        os.kill(self._started().pid, signal.SIGSTOP)
         processes.append(self._process)
         began.release()
         try:

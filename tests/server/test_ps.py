@@ -115,9 +115,11 @@ def test_a_store_that_goes_away_ends_its_engine(cli: Cli, forked: None, what: st
     assert sources == expected, answer.err
 
 
-def test_a_socket_that_moved_with_its_store_answers_nothing(cli: Cli, server: Any) -> None:
-    """Of a server that goes on for the clients of its address."""
+def test_a_moved_socket(cli: Cli, server: Any) -> None:
+    """It moved with its store, and answers nothing. The server goes on for the clients of its address."""
     store, path = Path(server.state.store.path), sockets.socket_of(server.state.settings)
+    if path.parent.resolve() != store.resolve():
+        pytest.skip("the path of the store is too long for a socket")
     question = AskRequest.of(resolve({}), "who leads billing?").wire
     store.rename("moved")
     moved = Path("moved").absolute() / path.name
@@ -148,6 +150,7 @@ def registered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess
 def test_an_engine_that_loads_is_listed_and_stopped(cli: Cli, registered: subprocess.Popen[bytes]) -> None:
     path = sockets.socket_of(resolve({}).settings)
     log = path.with_suffix(".log")
+    sockets.make_folder(path.parent)
     with bind_unix(path):
         facts = listed(cli)[registered.pid]
         assert (facts["state"], facts["model"], Path(facts["store"]).name) == ("loading", "tiny", "store0")
@@ -202,8 +205,8 @@ def test_a_disk_without_room_for_an_engines_files(cli: Cli, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(background, "locked", full)
-    refused = cli("serve", "--background", "--port", "0")
-    assert (refused.code, "No space" in refused.err, str(Path("store0").absolute()) in refused.err) == (2, True, True)
+    refused, folder = cli("serve", "--background", "--port", "0"), sockets.folder_of(resolve({}).settings)
+    assert (refused.code, "No space" in refused.err, str(folder) in refused.err) == (2, True, True)
 
 
 def test_an_engine_of_another_version_is_named(cli: Cli, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
