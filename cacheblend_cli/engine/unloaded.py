@@ -12,7 +12,7 @@ from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.stored_documents import StoredDocuments
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.description import adapter_digest, describe, resolve_dtype
+from cacheblend_cli.model.description import Precision, adapter_digest, describe, resolve_dtype
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.model_files import checkpoint_files
@@ -40,8 +40,7 @@ class UnloadedEngine(StoredDocuments):
             spec,
             path,
             name,
-            resolve_dtype(config.dtype, "cpu", spec, path),
-            config.weight_dtype,
+            Precision(resolve_dtype(config.dtype, "cpu", spec, path), config.weight_dtype),
             Tokenizer(path, spec.vocab_size, lazy=True),
             lora,
             adapter_digest(lora) if lora else "",

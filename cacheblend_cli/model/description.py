@@ -98,14 +98,14 @@ def describe(
     spec: ModelSpec,
     path: Path,
     name: str,
-    dtype: str,
-    weight_dtype: str,
+    precision: Precision,
     tokenizer: Tokenizer,
     lora: Path | None = None,
     lora_digest: str = "",
     load: Callable[[], Loaded] = _never,
 ) -> ModelDescription:
-    """Describe the model in `path`. dtype: name of the compute dtype. Raises UsageError, NotFoundError."""
+    """Describe the model in `path`. precision: with the name of a dtype. Raises UsageError, NotFoundError."""
+    dtype, weight_dtype = precision.dtype, precision.weights
     fingerprints = {name: model_fingerprint(spec, path, name, lora_digest, weight_dtype) for name in DTYPES}
     return ModelDescription(
         name=name,

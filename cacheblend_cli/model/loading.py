@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def load_model(
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
-    described = describe(decoder.spec, path, name, dtype, precision.weights, tokenizer, lora, lora_digest)
+    described = describe(decoder.spec, path, name, replace(precision, dtype=dtype), tokenizer, lora, lora_digest)
     return LoadedModel(
         **vars(described),
         decoder=decoder,

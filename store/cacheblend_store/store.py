@@ -266,8 +266,7 @@ class ChunkStore:
         `put_chunk`.
 
         A chunk that was stored without KV is "new". If the quota is exceeded, KV of the least recently used chunks is
-        evicted, except for these chunks and the keys in `keep`. only_known: leave out chunks without a record: their
-        document was removed meanwhile.
+        evicted, except for these chunks and the keys in `keep`. only_known: leave out chunks whose record was removed.
         """
         given = [(records.with_digests(manifest, blobs), blobs) for manifest, blobs in chunks]
         num_bytes = sum(manifest.num_bytes for manifest, _ in given)

@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore
-from checkpoints import write_checkpoint
 
 from cacheblend_cli.collect import plan
 from cacheblend_cli.collect.plan import Planner
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path = tmp_path_factory.mktemp("model") / "model"
-    write_checkpoint(path, "qwen2", max_position_embeddings=1024)
-    return Engine.load(EngineConfig(model=str(path), threads=1))
 
 
 @pytest.fixture
