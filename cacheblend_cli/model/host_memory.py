@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt's settings in glibc's malloc.h
+MOST_KEPT = (32 << 20) - (64 << 10)
+"""Bytes of the largest tensor whose memory malloc keeps for the next: a larger one costs page faults each time."""
 MEMINFO = Path("/proc/meminfo")
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 PRESSURE = Path("/proc/pressure/memory")
@@ -67,5 +69,5 @@ def keep_freed_memory() -> None:
         return
     with suppress(AttributeError, OSError, TypeError):  # no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest value that every glibc takes
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest value that every glibc takes: see MOST_KEPT
         mallopt(_TRIM_THRESHOLD, 256 << 20)

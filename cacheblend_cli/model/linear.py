@@ -54,7 +54,7 @@ class Linear:
     """x -> x W^T + b by torch. weight: [out, in]; bias: [out] or None, both in the compute dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.num_outputs = weight, bias, len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in]. Returns [num_rows, out]."""
@@ -64,13 +64,15 @@ class Linear:
 class MappedLinear:
     """x -> x W^T + b by compiled code, with weights where they are stored, usually in the model's file.
 
-    Prompts: weights are dequantised tile by tile. Decode steps: quantised weights are multiplied with x rounded to 15
-    bits, with one scale for each 32 values. A row's result never depends on other rows.
+    Prompts: weights are unpacked tile by tile. Quantised weights are multiplied with x rounded to 15 bits: in decode
+    steps with one scale for each 32 values; of prompts in float32, on CPUs whose integer instructions are faster, with
+    one for each 128. A row's result never depends on other rows.
     table: W, [out, in]; bias: [out] in the compute dtype, or None.
     """
 
     def __init__(self, table: RowTable, bias: Tensor | None = None) -> None:
         self.table, self.bias = table, None if bias is None else bias.contiguous()
+        self.num_outputs = len(table)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in]. Returns [num_rows, out]."""

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
+from cacheblend_cli.model.host_memory import MOST_KEPT
 from cacheblend_cli.model.module_weights import ModuleWeights
 
-MLP_ROWS = 512  # every slice dequantises all weights
+LEAST_MLP_ROWS, MLP_ROWS = 256, 512  # every slice unpacks all weights
 GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
 
 
@@ -30,7 +31,9 @@ class MLP:
 
     def __call__(self, h: Tensor) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. Slices of rows keep the widest activations small."""
-        most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
+        most = GPU_MLP_ROWS
+        if h.device.type == "cpu":  # the widest activations fit into memory that the C library keeps
+            most = max(LEAST_MLP_ROWS, min(MLP_ROWS, MOST_KEPT // (self._up.num_outputs * h.element_size())))
         if h.shape[0] <= most:
             return self._rows(h)
         # slices of about equal size: a small last one is the least efficient

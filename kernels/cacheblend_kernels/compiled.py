@@ -29,7 +29,7 @@ from cacheblend_kernels.interface import (
 )
 from cacheblend_kernels.row_table import RowTable
 
-ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 8, 16, 256, 256, 32, 1024  # as in cpu/*.h
+ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 9, 16, 256, 256, 32, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
@@ -71,6 +71,7 @@ def loaded(name: str) -> Any:
             "prefill_product",
             "decode_attention",
             "prefill_attention",
+            "float_attention",
             "rope_and_cache",
             "load_codes",
             "decode_product",
@@ -212,26 +213,28 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams, *, matrices: bool | None = None
 ) -> Tensor | None:
-    """`torch_attention.prefill_attention` in bf16, on a CPU with AVX512-BF16. A row's result depends neither on other
-    rows nor on the number of threads.
+    """`torch_attention.prefill_attention` in fp32, or in bf16 on a CPU with AVX512-BF16. A row's result depends neither
+    on other rows nor on threads.
 
-    matrices: multiply with AMX; None for wherever the CPU has it.
+    matrices: multiply bf16 with AMX; None for wherever the CPU has it.
     """
     code, (num_rows, num_heads, dim), (num_keys, num_kv_heads, v_dim) = library(), q.shape, v.shape
-    if code is None or dim % 32 or v_dim % 32:
+    in_floats = q.dtype == torch.float32
+    if code is None or q.dtype not in _TYPES or any(size % (8 if in_floats else 32) for size in (dim, v_dim)):
         return None
-    if not all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q, k, v)) or num_heads % num_kv_heads:
+    if not all(x.is_cpu and x.dtype == q.dtype for x in (q, k, v)) or num_heads % num_kv_heads:
         return None
     if any(x.stride()[1:] != (x.shape[2], 1) for x in (q, k, v)):
         return None
-    matrices = _has_matrices() if matrices is None else matrices
+    matrices = not in_floats and _has_matrices() if matrices is None else matrices
     sinks = None if params.sinks is None else params.sinks.float().contiguous()
     out, num_keys = q.new_empty(num_rows, num_heads, v_dim), min(num_keys, int(positions[-1]) + 1)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), 0 if sinks is None else sinks.data_ptr()
     shape = num_rows, num_heads, num_kv_heads, dim, v_dim, num_keys, q.stride(0), k.stride(0), v.stride(0)
     numbers = params.sliding_window or 0, 0, params.scale, params.soft_cap or 0.0
     sizes = *shape, *numbers, torch.get_num_threads(), int(matrices)
-    return None if code.cb_prefill_attention(_PREFILL(*addresses, out.data_ptr(), 0, *sizes)) else out
+    attention = code.cb_float_attention if in_floats else code.cb_prefill_attention
+    return None if attention(_PREFILL(*addresses, out.data_ptr(), 0, *sizes)) else out
 
 
 @cache

@@ -17,6 +17,7 @@
 #include "cpu/mapped_files.h"
 #include "cpu/norms.h"
 #include "cpu/prefill_attention.h"
+#include "cpu/float_attention.h"
 #include "cpu/prefill_floats.h"
 #include "cpu/prefill_integers.h"
 #include "cpu/prefill_product.h"

@@ -54,12 +54,51 @@ def test_decode_attention(
         assert torch.equal(one[0], out[seq])
 
 
+CASES = pytest.mark.parametrize(
+    ("heads", "dim", "v_dim"), [((14, 2), 64, 64), ((9, 3), 96, 96), ((5, 1), 256, 256), ((4, 4), 192, 128)]
+)
+
+
+@pytest.mark.parametrize(("sinks", "cap"), [(False, None), (True, None), (True, 3.0)])
+@pytest.mark.parametrize("window", [None, 5, 200])
+@CASES
+@pytest.mark.usefixtures("threads")
+def test_prefill_attention_in_float32(
+    heads: tuple[int, int], dim: int, v_dim: int, window: int | None, sinks: bool, cap: float | None
+) -> None:
+    num_keys = 700
+    k, v = (torch.randn(num_keys, heads[1], width) for width in (dim, v_dim))
+    params = AttentionParams(dim**-0.5, window, cap, torch.randn(heads[0]) if sinks else None)
+    for positions in (torch.arange(150), torch.tensor(scattered(150, num_keys)), torch.tensor([num_keys - 1])):
+        q = torch.randn(len(positions), heads[0], dim)
+        out = compiled.prefill_attention(q, k, v, positions, params)
+        assert out is not None
+        assert (out - prefill_attention(q, k, v, positions, params)).abs().max() <= 3e-6
+        for count, rows in ((1, slice(-1, None)), (2, slice(0, 90)), (3, slice(0, None, 7))):
+            torch.set_num_threads(count)
+            some = compiled.prefill_attention(q[rows].contiguous(), k, v, positions[rows].contiguous(), params)
+            assert some is not None
+            assert torch.equal(some, out[rows])
+
+
+def test_prefill_attention_in_float32_over_large_logits_and_nan() -> None:
+    q, k, v = torch.randn(3, 200, 2, 64)
+    k[120, 0] = q[7, 1] = torch.nan
+    q[:, 0] *= 1000
+    out = compiled.prefill_attention(q, k, v, torch.arange(200), AttentionParams(1.0))
+    assert out is not None
+    assert out[120:, 0].isnan().all()
+    assert out[7, 1].isnan().all()
+    assert out[:, 1].isfinite().all(-1).sum() == 199
+    before = slice(0, 120)
+    exact = prefill_attention(*(x[before] for x in (q, k, v)), torch.arange(120), AttentionParams(1.0))
+    assert (out[before, 0] - exact[:, 0]).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize(("sinks", "cap"), [(False, None), (True, None), (True, 3.0)])
 @pytest.mark.parametrize("window", [None, 5, 200])
-@pytest.mark.parametrize(
-    ("heads", "dim", "v_dim"), [((14, 2), 64, 64), ((9, 3), 96, 96), ((5, 1), 256, 256), ((4, 4), 192, 128)]
-)
+@CASES
 def test_prefill_attention(
     heads: tuple[int, int],
     dim: int,
@@ -113,7 +152,8 @@ def test_prefill_attention_over_large_logits_and_nan(matrices: bool) -> None:
 def test_prefill_attention_that_it_does_not_take() -> None:
     q = k = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
     plain, positions = AttentionParams(0.1), torch.arange(4)
-    assert compiled.prefill_attention(q.float(), k.float(), k.float(), positions, plain) is None
+    assert compiled.prefill_attention(q.half(), k.half(), k.half(), positions, plain) is None
+    assert compiled.prefill_attention(q.float(), k, k, positions, plain) is None
     assert compiled.prefill_attention(q[..., :48], k[..., :48], k, positions, plain) is None
     assert compiled.prefill_attention(q, k.transpose(1, 2).contiguous().transpose(1, 2), k, positions, plain) is None
 

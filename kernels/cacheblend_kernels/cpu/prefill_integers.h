@@ -18,64 +18,61 @@ typedef struct {
     float scales[GROUP / RUN], offsets[GROUP / 16]; /* of a run; of a run or of 16 values, see is_fine */
 } WholeWeights;
 
-/* Return how many runs are added up as whole numbers: |weight * value| times their values stays below 2^31. */
-INLINE int runs_together(const int kind) {
-    switch (kind) {
-    case Q2_K: case Q3_K: case Q4_K: return 4; /* |weight| <= 45, 128 and 945 */
-    case Q5_K: return 2;                       /* 1,953 */
+/* Round at most 128 values of a row, and return their scale: NaN if a value is none. */
+INLINE float round_span(const PrefillProduct *p, int64_t from, int64_t values, int16_t *numbers) {
+    vec sizes = {0};
+    veci none = {0};
+    for (int64_t i = 0; i < values; i += LANES) {
+        const vec x = load(p->x, from + i, p->type);
+        sizes = larger((vec)((veci)x & 0x7fffffff), sizes); /* NaN is not larger */
+        none |= x != x;
     }
-    return 1; /* 4,096, or each run has a scale of its own */
-}
-
-/* Round a run of a row, store its sums, and return their sum, which is NaN if a value is. */
-INLINE float round_run(const PrefillProduct *p, int64_t from, float most, int16_t *numbers, float *sum_of_run, float *sums_of_16) {
-    const float by = LARGEST / most, scale = most / LARGEST;
-    vec sums[2] = {{0}};
-    for (int i = 0; i < RUN; i += LANES) {
+    float most = 1e-30f;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most, any |= none[i];
+    const float by = LARGEST / most;
+    for (int64_t i = 0; i < values; i += LANES) {
         const vec number = load(p->x, from + i, p->type) * by + 12582912.f; /* the nearest whole number in the last bits */
         const signed_halves some = __builtin_convertvector((veci)number - 0x4b400000, signed_halves);
         memcpy(numbers + i, &some, sizeof some);
-        sums[i / 16] += number - 12582912.f; /* exact: whole numbers of less than 24 bits */
     }
-    const float left = sum(sums[0]), right = sum(sums[1]);
-    sums_of_16[0] = scale * left, sums_of_16[BLOCK] = scale * right;
-    return *sum_of_run = scale * (left + right);
+    return any || most == INFINITY ? NAN : most / LARGEST;
 }
 
-/* Round 256 values of a row, those below `width`. */
-INLINE void round_row(const PrefillProduct *p, int64_t row, int64_t first, int column, int16_t *numbers, RoundedRows *to) {
-    for (int span = 0; span < GROUP / SPAN && first + span * SPAN < p->width; span++) {
-        const int64_t at = first + span * SPAN, from = row * p->width + at, values = p->width - at < SPAN ? p->width - at : SPAN;
-        vec sizes = {0};
-        float most = 1e-30f, total = 0;
-        for (int64_t i = 0; i < values; i += LANES)
-            sizes = larger((vec)((veci)load(p->x, from + i, p->type) & 0x7fffffff), sizes); /* NaN is not larger */
-        for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
-        for (int64_t i = 0; i < values; i += RUN) {
-            const int64_t run = (span * SPAN + i) / RUN;
-            total += round_run(p, from + i, most, numbers + run * RUN, to->sums[run] + column, to->sums_of_16[2 * run] + column);
+/* Store numbers of LANES rows, a row per lane, and the sums of their values. */
+INLINE void store_rounded(const int16_t numbers[LANES][GROUP], int half, RoundedRows *to) {
+    for (int pair = 0; pair < GROUP / 2; pair += LANES) {
+        const vec scale = load(to->scales[2 * pair / SPAN], half, FLOAT32);
+        vec words[LANES];
+        for (int i = 0; i < LANES; i++) memcpy(words + i, numbers[i] + 2 * pair, sizeof words[i]);
+        transpose(words);
+        for (int i = 0; i < LANES; i++) store((float *)to->numbers[pair + i], half, words[i], FLOAT32);
+        for (int i = 0; i < LANES; i += 8) {
+            veci sum = {0};
+            for (int j = i; j < i + 8; j++) sum += ((veci)words[j] << 16 >> 16) + ((veci)words[j] >> 16);
+            store(to->sums_of_16[(pair + i) / 8], half, __builtin_convertvector(sum, vec) * scale, FLOAT32);
         }
-        to->scales[span][column] = total != total ? NAN : most / LARGEST;
     }
+    for (int run = 0; run < GROUP / RUN; run++)
+        store(to->sums[run], half, load(to->sums_of_16[2 * run], half, FLOAT32) + load(to->sums_of_16[2 * run + 1], half, FLOAT32), FLOAT32);
 }
 
 /* Round a block of rows: [groups]. */
 CLONES static void round_block(const PrefillProduct *p, const Packed *packed, int64_t block) {
-    for (int64_t group = 0; group < packed->groups; group++) {
-        RoundedRows *to = packed->rounded + block * packed->groups + group;
-        memset(to->scales, 0, sizeof *to - offsetof(RoundedRows, scales));
+    for (int64_t group = 0; group < packed->groups; group++)
         for (int half = 0; half < BLOCK; half += LANES) {
+            RoundedRows *to = packed->rounded + block * packed->groups + group;
             int16_t numbers[LANES][GROUP] = {{0}};
-            for (int i = 0; i < LANES && block * BLOCK + half + i < packed->rows; i++)
-                round_row(p, packed->first_row + block * BLOCK + half + i, group * GROUP, half + i, numbers[i], to);
-            for (int pair = 0; pair < GROUP / 2; pair += LANES) {
-                vec words[LANES];
-                for (int i = 0; i < LANES; i++) memcpy(words + i, numbers[i] + 2 * pair, sizeof words[i]);
-                transpose(words);
-                for (int i = 0; i < LANES; i++) memcpy(to->numbers[pair + i][half], words + i, sizeof words[i]);
+            for (int span = 0; span < GROUP / SPAN; span++) {
+                const int64_t at = group * GROUP + span * SPAN, values = p->width - at < SPAN ? p->width - at : SPAN;
+                for (int i = 0; i < LANES; i++) {
+                    const int64_t row = block * BLOCK + half + i;
+                    to->scales[span][half + i] =
+                        row < packed->rows ? round_span(p, (packed->first_row + row) * p->width + at, values, numbers[i] + span * SPAN) : 0;
+                }
             }
+            store_rounded(numbers, half, to);
         }
-    }
 }
 
 FAST INLINE void unpack_group(const int kind, const uint8_t *p, WholeWeights *to) {
@@ -111,39 +108,46 @@ FAST static void unpack_weights(int kind, const uint8_t *row, int64_t first, int
 }
 #undef UNPACK
 
-/* Define NAME(sums, stride, weights, x, runs, together, rows): sums [outputs, BLOCK] += weights x without their offsets, for COUNT
-   outputs, whose WholeWeights are STRIDE floats apart. runs: of 32 values; together: of those are added up as whole numbers. */
+/* Define NAME(sums, stride, weights, x, runs, kind, rows): sums [outputs, BLOCK] += weights x, for COUNT outputs of a kind, whose
+   WholeWeights are STRIDE floats apart. runs: of 32 values; `together` of them are added up as whole numbers; parts: offsets of a run. */
 #define ACCUMULATE_INTEGERS(NAME, FEATURES, COUNT, STEP)                                                                            \
     FEATURES INLINE void NAME##_with(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs,         \
-                                     const int together, const int vectors) {                                                       \
+                                     const int together, const int parts, const int vectors) {                                      \
+        const float *scales = weights + GROUP / 2, *offsets = scales + GROUP / RUN;                                                 \
+        const float(*of_values)[BLOCK] = parts == 2 ? x->sums_of_16 : x->sums;                                                      \
         for (int64_t run = 0; run < runs; run += together) {                                                                        \
             veci sum[COUNT][2];                                                                                                     \
-            const int64_t end = run + together < runs ? run + together : runs;                                                      \
             EACH_SUM(COUNT) sum[i][j] = (veci){0};                                                                                  \
-            for (int64_t k = run * (RUN / 2); k < end * (RUN / 2); k++) {                                                           \
+            for (int64_t k = run * (RUN / 2); k < (run + together) * (RUN / 2); k++) {                                              \
                 vec right[2];                                                                                                       \
                 _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) right[j] = load(x->numbers[k], j * LANES, FLOAT32);       \
                 EACH_SUM(COUNT) sum[i][j] = STEP(sum[i][j], weights + i * STRIDE + k, right[j]);                                    \
             }                                                                                                                       \
             EACH_SUM(COUNT) {                                                                                                       \
-                const vec scale = load(x->scales[run * RUN / SPAN], j * LANES, FLOAT32) * everywhere(weights + i * STRIDE + GROUP / 2 + run); \
-                const vec more = __builtin_convertvector(sum[i][j], vec) * scale;                                                   \
-                store(sums, i * stride + j * LANES, load(sums, i * stride + j * LANES, FLOAT32) + more, FLOAT32);                   \
+                const vec scale = load(x->scales[run * RUN / SPAN], j * LANES, FLOAT32) * everywhere(scales + i * STRIDE + run);    \
+                vec total = load(sums, i * stride + j * LANES, FLOAT32) + __builtin_convertvector(sum[i][j], vec) * scale;          \
+                _Pragma("GCC unroll 8") for (int k = 0; k < together * parts; k++)                                                  \
+                    total += everywhere(offsets + i * STRIDE + run * parts + k) * load(of_values[run * parts + k], j * LANES, FLOAT32); \
+                store(sums, i * stride + j * LANES, total, FLOAT32);                                                                \
             }                                                                                                                       \
         }                                                                                                                           \
     }                                                                                                                               \
-    FEATURES static void NAME(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs, int together,  \
+    FEATURES static void NAME(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs, int kind,      \
                               int64_t rows) {                                                                                       \
         if (rows > LANES)                                                                                                           \
-            switch (together) { EACH_NUMBER(NAME##_with, 2) }                                                                       \
+            switch (kind) { EACH_FORM(NAME##_with, 2) }                                                                             \
         else                                                                                                                        \
-            switch (together) { EACH_NUMBER(NAME##_with, 1) }                                                                       \
+            switch (kind) { EACH_FORM(NAME##_with, 1) }                                                                             \
     }
 #define EACH_SUM(COUNT) _Pragma("GCC unroll 16") for (int i = 0; i < COUNT; i++) _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++)
-#define EACH_NUMBER(NAME, vectors)                                                                                                  \
-    case 1: NAME(sums, stride, weights, x, runs, 1, vectors); break;                                                                \
-    case 2: NAME(sums, stride, weights, x, runs, 2, vectors); break;                                                                \
-    case 4: NAME(sums, stride, weights, x, runs, 4, vectors); break;
+/* How many runs are added up as whole numbers: |weight * value| times their values stays below 2^31. */
+#define EACH_FORM(NAME, vectors)                                                                                                    \
+    case Q2_K: NAME(sums, stride, weights, x, runs, 4, 2, vectors); break; /* |weight| <= 45 */                                     \
+    case Q3_K: NAME(sums, stride, weights, x, runs, 4, 0, vectors); break; /* 128 */                                                \
+    case Q4_K: NAME(sums, stride, weights, x, runs, 4, 1, vectors); break; /* 945 */                                                \
+    case Q5_K: NAME(sums, stride, weights, x, runs, 2, 1, vectors); break; /* 1,953 */                                              \
+    case Q4_1: case Q5_1: NAME(sums, stride, weights, x, runs, 1, 1, vectors); break;                                               \
+    default: NAME(sums, stride, weights, x, runs, 1, 0, vectors); break; /* each run has a scale of its own, or 4,096 */
 
 typedef void (*AccumulateIntegers)(float *, int64_t, const float *, const RoundedRows *, int64_t, int, int64_t);
 
@@ -178,22 +182,20 @@ static void accumulate_kinds(const PrefillProduct *p, const Packed *packed, floa
                              int64_t block, int64_t word, int64_t depth, int64_t first, int64_t count) {
     const AccumulateIntegers integers = accumulate_integers_of(p->way);
     const RoundedRows *x = packed->rounded + block * packed->groups + word / GROUP;
-    const int64_t rows = packed->rows - block * BLOCK, runs = depth / RUN;
+    const float *numbers = packed->packed + (block * packed->words + word) * BLOCK;
+    const int64_t rows = packed->rows - block * BLOCK;
     float apart[OUTPUTS_TOGETHER * BLOCK] = {0};
     for (int64_t i = 0, same; i < count; i += same) {
-        const int kind = p->kinds[first + i], fine = is_fine(kind);
+        const int kind = p->kinds[first + i];
         for (same = 1; same < OUTPUTS_TOGETHER && i + same < count && p->kinds[first + i + same] == kind; same++) continue;
         const int few = same < OUTPUTS_TOGETHER;
         const int64_t step = few ? BLOCK : stride;
         float *to = few ? apart : sums + i * stride;
-        const float *weights = scratch + i * STRIDE, *offsets = weights + offsetof(WholeWeights, offsets) / sizeof(float);
         for (int64_t j = 0; few && j < same; j++) memcpy(to + j * BLOCK, sums + (i + j) * stride, BLOCK * sizeof(float));
         if (block_values(kind) == 1)
-            accumulate_floats(to, step, weights, packed->packed + (block * packed->words + word) * BLOCK, depth, OUTPUTS_TOGETHER, rows);
+            accumulate_floats(to, step, scratch + i * STRIDE, numbers, depth, OUTPUTS_TOGETHER, rows);
         else
-            integers(to, step, weights, x, runs, runs_together(kind), rows);
-        if (has_offsets(kind))
-            accumulate_floats(to, step, offsets, fine ? x->sums_of_16[0] : x->sums[0], fine ? 2 * runs : runs, OUTPUTS_TOGETHER, rows);
+            integers(to, step, scratch + i * STRIDE, x, depth / RUN, kind, rows);
         for (int64_t j = 0; few && j < same; j++) memcpy(sums + (i + j) * stride, to + j * BLOCK, BLOCK * sizeof(float));
     }
 }

@@ -20,14 +20,13 @@ static Accumulate accumulate_of(int way) {
 /* Store sums [count, stride] of outputs first..first + count - 1. */
 INLINE void finish_outputs(const PrefillProduct *p, const Packed *x, const float *sums, int64_t stride, int64_t first, int64_t count) {
     const size_t size = p->type == FLOAT32 ? 4 : 2;
-    for (int64_t output = 0; output < count; output += LANES) {
-        const int64_t outputs = count - output < LANES ? count - output : LANES;
-        vec bias = {0};
-        if (p->bias && outputs == LANES) bias = load(p->bias, first + output, p->type);
-        if (p->bias && outputs < LANES)
-            for (int i = 0; i < outputs; i++) bias[i] = value_at(p->bias, first + output + i, p->type);
-        for (int64_t row = 0; row < x->rows; row += LANES) {
-            vec y[LANES];
+    for (int64_t row = 0; row < x->rows; row += LANES)
+        for (int64_t output = 0; output < count; output += LANES) {
+            const int64_t outputs = count - output < LANES ? count - output : LANES;
+            vec bias = {0}, y[LANES];
+            if (p->bias && outputs == LANES) bias = load(p->bias, first + output, p->type);
+            if (p->bias && outputs < LANES)
+                for (int i = 0; i < outputs; i++) bias[i] = value_at(p->bias, first + output + i, p->type);
             for (int i = 0; i < LANES; i++) y[i] = load(sums, (output + i) * stride + row, FLOAT32);
             transpose(y);
             for (int i = 0; i < LANES && row + i < x->rows; i++) {
@@ -39,7 +38,6 @@ INLINE void finish_outputs(const PrefillProduct *p, const Packed *x, const float
                     for (int j = 0; j < outputs; j++) put(out, j, z[j], p->type);
             }
         }
-    }
 }
 
 #ifdef AVX512
@@ -48,7 +46,7 @@ INLINE void finish_outputs(const PrefillProduct *p, const Packed *x, const float
 #define RESTORE_PAIRS restore_row_bf16
 #endif
 
-enum { ROWS_AHEAD = 4 };
+enum { ROWS_AHEAD = 8 };
 
 /* Fetch words of an output that is restored soon: its part is too short for the CPU to notice a pattern. */
 INLINE void fetch_ahead(const PrefillProduct *p, int64_t output, int64_t word, int64_t words) {
