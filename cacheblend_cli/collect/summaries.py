@@ -54,6 +54,20 @@ class ChunkSize(NamedTuple):
     has_kv: bool | None = None  # whether the stored chunk has KV; None if it is not stored or its record is damaged
 
 
+class PrefillRows:
+    """Counts the rows of the prefills that compute chunks, in order: tokens and left contexts. A chunk right after the
+    previous one shares its left context."""
+
+    def __init__(self) -> None:
+        self._end = 0
+
+    def add(self, size: ChunkSize) -> int:
+        """Return the rows that this chunk adds."""
+        rows = size.num_tokens + (0 if size.left_len == self._end else size.left_len)
+        self._end = size.left_len + size.num_tokens
+        return rows
+
+
 class Settled:
     """Documents that need no work: by their summaries, the current version is stored and all chunks have KV."""
 
