@@ -19,6 +19,8 @@ from cacheblend_cli.collect.room import Room
 from cacheblend_cli.collect.summaries import ChunkSize, PrefillRows
 from cacheblend_cli.prompt.collection import Collection
 
+_MEASURED_S = 2.0  # of a measurement, or a tenth of the work: others use the machine in bursts
+
 
 @dataclass
 class Missing:
@@ -165,20 +167,22 @@ def _count_removed(
 
 
 def estimate_seconds(missing: Sequence[Missing]) -> float:
-    """Estimate the seconds to collect these chunks, from a measured prefill of one sequence as long as a pack."""
+    """Estimate the seconds to compute and encode these chunks, from measured prefills of one sequence as long as a
+    pack."""
     return sum(_row_s(of.collection, of.num_rows) * of.num_rows for of in missing if of.chunks)
 
 
 def _row_s(collection: Collection, num_rows: int) -> float:
+    from cacheblend_cli.collect.encoding import encoded
     from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 
     decoder, prefix = collection.decoder, Collector(collection).prefix
     size = max(1, collection.window(min(pack_tokens(decoder.device), num_rows)))
     ids = tuple(i % collection.model.spec.vocab_size for i in range(size))  # a router sends equal tokens to few experts
-    probe, best = CollectSequence(ids, (Kept(b"", 0, size),)), float("inf")
-    for _ in range(2):
+    probe, times = CollectSequence(ids, (Kept(b"", 0, size),)), list[float]()
+    while len(times) < 2 or sum(times[1:]) < min(_MEASURED_S, times[-1] / size * num_rows / 10):
         start = time.perf_counter()
-        [kv] = collect(decoder, prefix, [probe])
-        kv.k[-1][-1].tolist()  # wait for the device
-        best = min(best, time.perf_counter() - start)
-    return best / size
+        for _ in encoded(collect(decoder, prefix, [probe]), collection.codec):
+            pass
+        times.append(time.perf_counter() - start)
+    return sum(times[1:]) / len(times[1:]) / size  # the first one reads the weights

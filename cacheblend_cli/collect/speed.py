@@ -59,8 +59,11 @@ class CollectSpeed:
     @property
     def left_s(self) -> float:
         """Estimated seconds until the run ends, 0 if unknown."""
+        (_, before), (_, done) = self._groups[0], self._groups[-1]
+        usual = (done - before) / max(1, len(self._groups) - 1)  # rows of a group; the rest of this one is stored, too
+        left = self._left - max(0.0, usual - (self._done - done))
         speed = self._own or self._expected
-        return self._left / speed if speed else 0.0
+        return max(0.0, left) / speed if speed else 0.0
 
     def corrects(self) -> bool:
         """Return True once: when the run's own speed is known and is not that of earlier runs."""
