@@ -17,7 +17,8 @@ _ERASE_LINE = "\r\x1b[2K"
 _REDRAW_S = 0.1
 _LINE_EVERY_S = 60.0  # between progress messages without a terminal
 _LEAST_WIDTH = 6
-_BAR_CELLS = 58  # of a progress bar, its share and its remaining time
+_BAR_CELLS, _ETA_CELLS = 40, 8  # of a progress bar and its share; of its remaining time
+_BAR_WIDTH = 30
 _LEAST_NOTE = 16  # cells
 
 
@@ -161,9 +162,15 @@ class Output:
 
         console = Console(file=self.err, no_color=not self.color)
         plain = partial(TextColumn, markup=False)  # brackets in names are not markup
-        columns = [plain("{task.description}"), BarColumn(), TaskProgressColumn(), plain("{task.fields[note]}")]
+        columns = [
+            plain("{task.description}"),
+            BarColumn(_BAR_WIDTH),
+            TaskProgressColumn(),
+            plain("{task.fields[note]}"),
+        ]
         columns += [TimeRemainingColumn()] if with_eta else []
-        room = max(_LEAST_NOTE, shutil.get_terminal_size().columns - _BAR_CELLS - len(description))
+        cells = _BAR_CELLS + (_ETA_CELLS if with_eta else 0)
+        room = max(_LEAST_NOTE, shutil.get_terminal_size().columns - cells - len(description))
         mark = "\u2026" if _is_unicode(self.err) else "~"
         self._erase_bar(True)
         # no redrawing thread, so that messages can be written between updates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
@@ -183,7 +182,7 @@ def precompute(
                 warm=warm,
                 texts_only=background,
                 search=SearchParams.of(settings),
-                machine=" ".join(str(getattr(settings, name)) for name in _MACHINE),
+                machine=" ".join(map(str, (*(getattr(settings, name) for name in _MACHINE), collector, workers))),
             )
             confirm_removal = partial(view.confirm_removal, yes=yes, ask=not dry_run)
             report = engine.precompute(
@@ -299,9 +298,12 @@ def _cost(difference: Difference) -> str:
 
 def _time(difference: Difference) -> str:
     """Return the estimated time and its source."""
-    seconds, speed = difference.seconds, difference.tokens_per_s
-    source = f"at {speed:,.0f} tokens/s, as in earlier runs here" if speed else "measured now"
-    return f"about {format_seconds(seconds)} ({source})"
+    source = "measured now" if difference.is_measured else "as in earlier runs here"
+    return f"about {format_seconds(difference.seconds)} ({_speed(difference.computed_tokens, difference.seconds)}, {source})"
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:,.0f} tokens/s"
 
 
 def _changes(difference: Difference) -> Iterator[str]:
@@ -320,7 +322,6 @@ class _View:
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self.done = self.total = 0
         self.ready: PrecomputeReport | None = None  # of a run that computes KV: all texts are stored
-        self._start = time.perf_counter()
 
     def close(self) -> None:
         """Remove the bar; the next event shows it again."""
@@ -391,8 +392,11 @@ class _View:
             self.output.note(event.message)
         elif event.kind == "kept":
             self.output.warn(event.message)
+        elif event.kind == "speed":
+            if event.left_s >= _LONG_S:
+                self.output.note(f"about {self._rest(event.left_s)}")
         elif event.chunk is not None:
-            self._count(event.done)
+            self._count(event)
             if self.output.is_json:
                 self.output.json(event.chunk.record)
             elif self.output.quiet:
@@ -405,23 +409,25 @@ class _View:
         is_long = planned.seconds >= _LONG_S if planned.seconds else planned.computed_tokens >= _LONG_TOKENS
         if is_long and not self._background and not planned.changes:  # changes were shown with their cost
             self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
-        self.total, self._start = planned.computed_tokens, time.perf_counter()
+        self.total = planned.computed_tokens
 
     def after_interrupt(self, settings: Settings) -> str:
         """Say what is kept and how to continue."""
         return _KEPT if self.ready is None else after_interrupt(settings, self.ready)
 
-    def _count(self, tokens: int) -> None:
-        if tokens:
+    def _count(self, event: PrecomputeEvent) -> None:
+        if event.done:
             self._show_bar("precompute")
-            self.done += tokens
-            rate = self.done / max(1e-9, time.perf_counter() - self._start)
-            self._bar(self.done, max(self.done, self.total), f"{rate:,.0f} tokens/s")
+            self.done += event.done
+            self._bar(self.done, max(self.done, self.total), self._rest(event.left_s) if event.left_s else "")
+
+    def _rest(self, left_s: float) -> str:
+        return f"{format_seconds(left_s)} left, {_speed(max(0, self.total - self.done), left_s)}"
 
     def _show_bar(self, name: str) -> None:
         if name != self._bar_name:
             self._stack.close()
-            bar = self.output.progress(name, with_eta=name != "reading")
+            bar = self.output.progress(name, with_eta=False)
             self._bar, self._bar_name = self._stack.enter_context(bar), name
 
 

@@ -16,8 +16,10 @@ from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument
 from cacheblend_cli.collect.plan import Part, PlannedDocument
 from cacheblend_cli.collect.room import Room
-from cacheblend_cli.collect.summaries import ChunkSize
+from cacheblend_cli.collect.summaries import ChunkSize, PrefillRows
 from cacheblend_cli.prompt.collection import Collection
+
+_MEASURED_S = 2.0  # of a measurement, or a tenth of the work: others use the machine in bursts
 
 
 @dataclass
@@ -27,14 +29,13 @@ class Missing:
     collection: Collection
     chunks: int = 0
     tokens: int = 0
-    prefill_tokens: int = 0  # tokens plus left contexts; a chunk right after the previous one shares its left context
-    _end: int = 0
+    num_rows: int = 0  # of their prefills
+    _rows: PrefillRows = field(default_factory=PrefillRows)
 
     def add(self, size: ChunkSize) -> None:
         self.chunks += 1
         self.tokens += size.num_tokens
-        self.prefill_tokens += size.num_tokens + (0 if size.left_len == self._end else size.left_len)
-        self._end = size.left_len + size.num_tokens
+        self.num_rows += self._rows.add(size)
 
 
 @dataclass
@@ -50,17 +51,16 @@ class Difference:
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
     missing: list[Missing] = field(default_factory=list)  # chunks to compute, per collection
     seconds: float = 0.0  # estimated time to compute the missing chunks, 0 if unknown
-    tokens_per_s: float = 0.0  # speed of earlier runs, 0 if there are none
+    is_measured: bool = False  # the time is from a measurement, not from earlier runs
 
     @property
     def computed_tokens(self) -> int:
         return sum(missing.tokens for missing in self.missing)
 
-    def expect(self, tokens_per_s: float) -> None:
-        """Estimate the time from the speed of earlier runs. 0 leaves it unknown."""
-        self.tokens_per_s = tokens_per_s
-        if tokens_per_s:
-            self.seconds = self.computed_tokens / tokens_per_s
+    @property
+    def num_rows(self) -> int:
+        """Rows of prefill that compute them."""
+        return sum(missing.num_rows for missing in self.missing)
 
 
 def compare(
@@ -167,20 +167,22 @@ def _count_removed(
 
 
 def estimate_seconds(missing: Sequence[Missing]) -> float:
-    """Estimate the seconds to collect these chunks, from a measured prefill of one sequence as long as a pack."""
-    tokens = [(of.collection, of.prefill_tokens) for of in missing if of.chunks]
-    return sum(_seconds_per_token(collection, count) * count for collection, count in tokens)
+    """Estimate the seconds to compute and encode these chunks, from measured prefills of one sequence as long as a
+    pack."""
+    return sum(_row_s(of.collection, of.num_rows) * of.num_rows for of in missing if of.chunks)
 
 
-def _seconds_per_token(collection: Collection, tokens: int) -> float:
+def _row_s(collection: Collection, num_rows: int) -> float:
+    from cacheblend_cli.collect.encoding import encoded
     from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 
     decoder, prefix = collection.decoder, Collector(collection).prefix
-    size = max(1, collection.window(min(pack_tokens(decoder.device), tokens)))
-    probe, best = CollectSequence((0,) * size, (Kept(b"", 0, size),)), float("inf")
-    for _ in range(2):
+    size = max(1, collection.window(min(pack_tokens(decoder.device), num_rows)))
+    ids = tuple(i % collection.model.spec.vocab_size for i in range(size))  # a router sends equal tokens to few experts
+    probe, times = CollectSequence(ids, (Kept(b"", 0, size),)), list[float]()
+    while len(times) < 2 or sum(times[1:]) < min(_MEASURED_S, times[-1] / size * num_rows / 10):
         start = time.perf_counter()
-        [kv] = collect(decoder, prefix, [probe])
-        kv.k[-1][-1].tolist()  # wait for the device
-        best = min(best, time.perf_counter() - start)
-    return best / size
+        for _ in encoded(collect(decoder, prefix, [probe]), collection.codec):
+            pass
+        times.append(time.perf_counter() - start)
+    return sum(times[1:]) / len(times[1:]) / size  # the first one reads the weights

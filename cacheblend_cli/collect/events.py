@@ -52,7 +52,8 @@ class PrecomputeEvent:
     | "measure" | the machine's speed is measured, for no earlier run tells how long this one takes                |
     | "plan"    | `total` tokens to process; `planned` lists the changes                                          |
     | "ready"   | all documents can be searched and asked about; the KV that `planned` lists follows              |
-    | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run                              |
+    | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run, and `left_s` are left       |
+    | "speed"   | the run's own speed is known and differs from that of earlier runs; `left_s` are left           |
     | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
     | "skipped" | a file is not a document                                                                        |
     | "omitted" | parts of documents are left out; `incomplete` lists them                                        |
@@ -61,12 +62,13 @@ class PrecomputeEvent:
     """
 
     kind: Literal[
-        "reading", "room", "measure", "plan", "ready", "chunk", "settled", "skipped", "omitted", "removed", "kept"
-    ]
+        "reading", "room", "measure", "plan", "ready", "chunk", "speed", "settled", "skipped", "omitted", "removed", "kept"
+    ]  # fmt: skip
     chunk: ChunkResult | None = None
     message: str = ""  # text to show the user
     done: int = 0
     total: int = 0
+    left_s: float = 0.0  # estimated seconds until the run ends, 0 if unknown
     room: Room | None = None
     skipped: Skipped | None = None
     incomplete: Sequence[Incomplete] = ()

@@ -117,7 +117,8 @@ def precompute(
     difference = compare(store, diff, plan, room, force=options.force)
     _count_planned(report, diff, plan, difference)
     speed = CollectSpeed(collection.model.fingerprint, options.machine)
-    difference.expect(speed.tokens_per_s)
+    if rows_per_s := speed.rows_per_s:
+        difference.seconds = difference.num_rows / rows_per_s
     if options.dry_run or store is None:
         _estimate(difference, on_event)
         return report
@@ -210,7 +211,7 @@ def _estimate(difference: Difference, on_event: OnEvent) -> None:
     """Measure the machine's speed, unless it is known from earlier runs."""
     if difference.computed_tokens and not difference.seconds:
         on_event(PrecomputeEvent("measure"))
-        difference.seconds = estimate_seconds(difference.missing)
+        difference.seconds, difference.is_measured = estimate_seconds(difference.missing), True
 
 
 def _confirm(difference: Difference, confirm: Confirm | None, on_event: OnEvent) -> float:

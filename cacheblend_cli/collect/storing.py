@@ -18,7 +18,7 @@ from cacheblend_cli.collect.events import ChunkResult, OnEvent, PrecomputeEvent,
 from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner, keeps_state
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.collect.speed import CollectSpeed
-from cacheblend_cli.collect.summaries import ChunkSize
+from cacheblend_cli.collect.summaries import ChunkSize, PrefillRows
 from cacheblend_cli.collect.warm_collector import WarmCollector, WarmEngine
 from cacheblend_cli.corpus.documents import DocumentFile
 from cacheblend_cli.corpus.places import shown
@@ -80,6 +80,7 @@ class PlanStorage:
         self._omissions = {file.source: file.omissions for file in planner.diff.documents if file.omissions}
         self._summaries = list[DocumentSummary]()  # not yet stored
         self._batches = list[tuple[Part, list[_Batch]]]()  # without KV so far
+        self._rows = PrefillRows()
 
     def store_texts(self, part: Part) -> None:
         """Store records and texts of the part's documents that changed, in batches.
@@ -114,6 +115,7 @@ class PlanStorage:
         lacks_kv = any(batches for _, batches in self._batches)
         try:
             with collecting(self._store) if lacks_kv else nullcontext():
+                speed.begin(self._report.difference.num_rows)
                 for part, batches in self._batches:
                     collector = self._collector(part)
                     collector.begin()
@@ -228,10 +230,13 @@ class PlanStorage:
             first, *others = places[collected.key]
             if collected.how == "computed":
                 self._report.computed_tokens += first.size.num_tokens
-                speed.count(first.size.num_tokens)
             else:
                 self._report.taken += 1
-            self._tell(part, first, collected.status, before, has_kv=True, done=first.size.num_tokens)
+            speed.count(self._rows.add(first.size), is_computed=collected.how == "computed")
+            done, left_s = first.size.num_tokens, speed.left_s
+            self._tell(part, first, collected.status, before, has_kv=True, done=done, left_s=left_s)
+            if speed.corrects():
+                self._on_event(PrecomputeEvent("speed", left_s=left_s))
             for place in others:  # the same text in other places
                 self._tell(part, place, "unchanged", before, has_kv=True)
         with self._store.read() as reader:  # a chunk that was removed meanwhile has none
@@ -285,8 +290,10 @@ class PlanStorage:
         *,
         has_kv: bool,
         done: int = 0,
+        left_s: float = 0.0,
     ) -> None:
-        """Count and report a chunk. before: see `_keys_before`. done: tokens that were worked on."""
+        """Count and report a chunk. before: see `_keys_before`. done: tokens that were worked on. left_s: see
+        PrecomputeEvent."""
         report, source, size = self._report, place.document.file.source, place.size
         if status == "new" and (had := before.get(source)) and size.key not in had:
             status = "replaced"
@@ -295,4 +302,4 @@ class PlanStorage:
         num_bytes = part.stored_bytes(size.num_tokens) if has_kv else 0
         omissions = self._omissions.get(source, ()) if place.position == 0 else ()
         about = self._shown(source), place.position, size.num_tokens, num_bytes, status, omissions
-        self._on_event(PrecomputeEvent("chunk", ChunkResult(size.key.hex(), *about), done=done))
+        self._on_event(PrecomputeEvent("chunk", ChunkResult(size.key.hex(), *about), done=done, left_s=left_s))

@@ -12,6 +12,9 @@ from cacheblend_store.format.keys import KEY_BYTES, unpack_ids
 
 _CHECKED = 1 << 13
 """Maximum number of chunk records that a run checks by digest although their summaries are valid."""
+_CHUNK_ROWS = 12
+"""Rows that take as long as the rest of a chunk's work: its sequence, encoding and record (6 with a 0.5B, 16 with
+SmolLM2)."""
 
 
 def split_keys(keys: bytes) -> list[bytes]:
@@ -52,6 +55,20 @@ class ChunkSize(NamedTuple):
     left_len: int  # tokens of the left context
     record_bytes: int  # size of the record with KV
     has_kv: bool | None = None  # whether the stored chunk has KV; None if it is not stored or its record is damaged
+
+
+class PrefillRows:
+    """Counts the rows of the prefills that compute chunks, in order: tokens, left contexts, and _CHUNK_ROWS for each. A
+    chunk right after the previous one shares its left context."""
+
+    def __init__(self) -> None:
+        self._end = 0
+
+    def add(self, size: ChunkSize) -> int:
+        """Return the rows that this chunk adds."""
+        rows = _CHUNK_ROWS + size.num_tokens + (0 if size.left_len == self._end else size.left_len)
+        self._end = size.left_len + size.num_tokens
+        return rows
 
 
 class Settled:

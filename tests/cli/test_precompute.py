@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from cacheblend_cli.cli import precompute
 from cacheblend_cli.client import Client, EngineLost
+from cacheblend_cli.collect import speed
 from cacheblend_cli.collect.events import PrecomputeEvent
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.collect.speed import CollectSpeed
@@ -169,9 +172,22 @@ def test_a_long_run_says_beforehand_what_it_takes(cli: Cli, docs: Path) -> None:
 
 def test_the_time_of_a_run_comes_from_earlier_ones(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "measured now" in cli("precompute", "docs", "--dry-run").out
-    monkeypatch.setattr(CollectSpeed, "tokens_per_s", 2.0)
-    assert "about 80 s (at 2 tokens/s" in cli("precompute", "docs", "--dry-run").out
-    assert "about 80 s (at 2 tokens/s" in cli("precompute", "docs").err
+    monkeypatch.setattr(CollectSpeed, "rows_per_s", 2.0)
+    assert "about 92 s (2 tokens/s" in cli("precompute", "docs", "--dry-run").out
+    assert "about 92 s (2 tokens/s" in cli("precompute", "docs").err
+
+
+@pytest.mark.parametrize(("earlier", "corrects"), [(0.0, True), (40.0, True), (500.0, False)])
+def test_a_run_corrects_the_time_by_its_own_speed(
+    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch, earlier: float, corrects: bool
+) -> None:
+    (docs / "alpha.md").write_text("\n\n".join(f"paragraph {i} of the lead in Bergen." for i in range(900)))
+    clock = count()
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))  # a second a chunk
+    monkeypatch.setattr(CollectSpeed, "rows_per_s", earlier)
+    told = cli("precompute", "docs").err
+    assert ("as in earlier runs" in told) == bool(earlier)
+    assert len(re.findall(r"^about \d\d s left", told, re.MULTILINE)) == corrects, told
 
 
 @pytest.mark.parametrize("engine", ["none", "warm", "ends"])

@@ -16,7 +16,7 @@ from cacheblend_cli.cli import output as output_module
 from cacheblend_cli.cli.folders import SkippedFiles
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.precompute import _View
-from cacheblend_cli.collect.events import PrecomputeEvent
+from cacheblend_cli.collect.events import ChunkResult, PrecomputeEvent
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -112,6 +112,17 @@ def test_the_bar_counts_documents_until_the_total_is_known_and_never_goes_backwa
     worked = [(done, total) for name, done, total, _ in second.updates if name == "precompute"]
     assert worked[-1] == (computed, computed), "what was stored before is no progress, and no speed"
     assert {total for _, total in worked} == {computed}
+
+
+def test_the_bar_says_the_time_left_once_it_is_known() -> None:
+    bar = _Bar()
+    view, chunk = _View(bar, SkippedFiles(bar, verbose=False)), ChunkResult("id", "a.md", 0, 100, 1, "new")
+    view.total = 1000
+    for left_s in (0.0, 90.0):
+        view.on_event(PrecomputeEvent("chunk", chunk, done=100, left_s=left_s))
+    unknown, known = (text for *_, text in bar.updates)
+    assert not unknown
+    assert known.startswith("90 s")
 
 
 def test_skipped_files_have_one_hint_a_reason(cli: Cli, docs: Path) -> None:

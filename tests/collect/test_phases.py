@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,26 +184,20 @@ def test_the_engine_is_not_used_with_a_quota(engine: Engine, docs: Path, store: 
     assert (warm.collected, report.with_kv) == ([], report.chunks)
 
 
-def test_the_time_is_estimated_from_earlier_runs(
-    engine: Engine, docs: Path, store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_time_is_estimated_from_earlier_runs_and_corrected(
+    engine: Engine, docs: Path, store: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    clock = iter(range(0, 1000, 10))  # between two chunks
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
-    earlier = CollectSpeed(engine.model.fingerprint, "cpu")
-    assert not earlier.tokens_per_s
-    for _ in range(4):
-        earlier.count(50)
-    earlier.keep()
-    assert earlier.tokens_per_s == 5
-    later = CollectSpeed(engine.model.fingerprint, "cpu")
-    for _ in range(2):  # a short run counts at least as much as a long one before it
-        later.count(150)
-    later.keep()
-    assert later.tokens_per_s == 10
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(precompute, "estimate_seconds", None)  # no measurement
-    found = run(engine, docs, store, dry_run=True, machine="cpu").difference
-    assert found.seconds == found.computed_tokens / 10 > 0
-    assert not CollectSpeed(engine.model.fingerprint, "cuda").tokens_per_s
+    monkeypatch.setattr(CollectSpeed, "rows_per_s", 10.0)
+    found = run(engine, docs, store, dry_run=True).difference
+    assert found.seconds == (found.computed_tokens + 12 * found.new.chunks) / 10, "nothing is computed twice"
+    similar = run(engine, docs, store, dry_run=True, context="neighbours").difference
+    assert similar.seconds > 2 * similar.computed_tokens / 10, "left contexts are computed, too"
+    clock, events = count(), list[PrecomputeEvent]()
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))  # a second a chunk
+    run(engine, docs, store, events.append)
+    left = [event.left_s for event in events if event.kind == "chunk"]
+    [correction] = [event.left_s for event in events if event.kind == "speed"]
+    assert left[0] == pytest.approx(found.seconds, rel=0.1)
+    assert correction == pytest.approx(len(left) - left.index(correction) - 1, rel=0.2)
+    assert left[-1] < 2
