@@ -50,7 +50,8 @@ from cacheblend_cli.types import AskRequest, BlendParams
 
 LIMITS: dict[str, dict[str, str]] = {"avx2": AVX2, "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, "native": {}}
 ISAS = {"avx2": "AVX2", "vnni": "AVX-512 with VNNI", "native": "not limited"}
-WAYS = ("default", "floats", "llama.cpp")
+OWN_WAYS, LLAMA = ("default", "floats"), "llama.cpp"
+WAYS = (*OWN_WAYS, LLAMA)
 CHUNK_TOKENS, QUESTION_TOKENS, WARM_UP_TOKENS = 512, 32, 64
 WINDOW = 2048  # tokens, `precompute`'s
 CORES = 8  # of the computed times
@@ -140,7 +141,7 @@ def number_of_chunks(path: Path) -> int:
 def run(path: Path, way: str, ids: Path, llama: str | None) -> Run:
     """Read in a process of its own. Raises Died."""
     command = [sys.executable, __file__, "--child", str(path), way, str(ids)]
-    if way == "llama.cpp":
+    if way == LLAMA:
         command = [str(llama), "-c", LLAMA_CPP, str(path), str(ids)]
     others = Others()
     done = subprocess.run(command, capture_output=True, text=True, env=environment(command[0]))
@@ -153,7 +154,7 @@ def run(path: Path, way: str, ids: Path, llama: str | None) -> Run:
 def measure(path: Path, isa: str, runs: Runs, arguments: argparse.Namespace, keep: Callable[[], None]) -> None:
     """Read once a round and way. keep: called after every kept run."""
     os.environ.update(LIMITS[isa])
-    left_out = {"floats": not LIMITS[isa], "llama.cpp": not arguments.llama_python}
+    left_out = {"floats": not LIMITS[isa], LLAMA: not arguments.llama_python}
     ways = [way for way in arguments.way or WAYS if not left_out.get(way)]
     for _ in range(arguments.rounds):
         for way in ways:
@@ -161,7 +162,7 @@ def measure(path: Path, isa: str, runs: Runs, arguments: argparse.Namespace, kee
             kept = found["others"] <= arguments.others
             print(f"{path.stem}, {isa}, {way}: {found}{'' if kept else ', not kept'}", file=sys.stderr)
             if kept:
-                runs.setdefault(way, []).append(found)
+                runs[way].append(found)
                 keep()
     for name in LIMITS[isa]:
         del os.environ[name]
@@ -177,20 +178,20 @@ def rate(runs: list[Run], work: str, cores: int = 0) -> float:
 
 
 def full_cells(runs: Runs) -> list[str]:
-    own, floats, llama = (rate(runs.get(way, []), "full") for way in WAYS)
-    speeds = own, floats, llama, rate(runs.get("default", []), "full", CORES)
+    own, floats, llama = (rate(runs[way], "full") for way in WAYS)
+    speeds = own, floats, llama, rate(runs["default"], "full", CORES)
     return [*map(_shown, speeds), _shown(own / floats, ".2f"), _shown(own / llama, ".2f")]
 
 
 def collect_cells(runs: Runs) -> list[str]:
-    own, floats = (runs.get(way, []) for way in WAYS[:2])
+    own, floats = (runs[way] for way in OWN_WAYS)
     speeds = rate(own, "collect"), rate(floats, "collect"), rate(own, "collect", CORES)
     return [*map(_shown, speeds), _shown(speeds[0] / speeds[1], ".2f"), _shown(speeds[0] / rate(own, "full"), ".2f")]
 
 
 def memory_cells(runs: Runs) -> list[str]:
-    peaks = ([r["peak_mib"] for r in runs.get(way, [])] for way in WAYS)
-    return [*(f"{statistics.median(of):,.0f}" if of else "" for of in peaks), str(len(runs.get("default", [])))]
+    peaks = ([r["peak_mib"] for r in runs[way]] for way in WAYS)
+    return [*(f"{statistics.median(of):,.0f}" if of else "" for of in peaks), str(len(runs["default"]))]
 
 
 def _shown(value: float, form: str = ".1f") -> str:
@@ -216,14 +217,14 @@ def page(result: dict[str, Any]) -> str:
     for machine, here in result["machines"].items():
         h = here["hardware"]
         lines += ["", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}."]
-        rows = {f"{model}, {isa}": runs for model, of in here["runs"].items() for isa, runs in of.items()}
+        rows = {
+            f"{model}, {isa}": runs | {LLAMA: here[LLAMA].get(model, [])}
+            for model, of in here["runs"].items()
+            for isa, runs in of.items()
+        }
         for title, (columns, cells) in TABLES.items():
-            lines += [
-                "",
-                f"{title}:",
-                "",
-                *table(("", *columns), ((name, *cells(runs)) for name, runs in rows.items())),
-            ]
+            filled = ((name, *cells(runs)) for name, runs in rows.items())
+            lines += ["", f"{title}:", "", *table(("", *columns), filled)]
     return "\n".join(lines) + "\n"
 
 
@@ -246,7 +247,7 @@ def main() -> None:
         return
     out = arguments.out / "reading.json"
     result = {"machines": {}} | read_result(out)
-    here = result["machines"].setdefault(machine_name(), {"runs": {}})
+    here = result["machines"].setdefault(machine_name(), {"runs": {}, LLAMA: {}})
     here["hardware"] = hardware()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for path in arguments.files or default_files(arguments.folder):
@@ -254,7 +255,8 @@ def main() -> None:
             of_model = here["runs"].setdefault(path.stem, {})
             if arguments.anew:
                 of_model.pop(ISAS[isa], None)
-            runs = of_model.setdefault(ISAS[isa], {})
+            runs = of_model.setdefault(ISAS[isa], {way: [] for way in OWN_WAYS})
+            runs = runs | {LLAMA: here[LLAMA].setdefault(path.stem, [])}
             measure(path, isa, runs, arguments, lambda: save(result, out, page(result)))
     print(page(result))
 

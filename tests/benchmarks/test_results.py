@@ -10,8 +10,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGES = {
-    "decode": "decode", "peers_files": "peers", "peers_start": "peers", "prefill": "prefill", "serve": "serve", "soak": "soak",
-    "speculation": "speculation", "store": "store", "torture": "torture", "long_prompts": "prefill",
+    "decode": "decode", "peers_files": "peers", "peers_start": "peers", "prefill": "prefill", "reading": "reading",
+    "serve": "serve", "soak": "soak", "speculation": "speculation", "store": "store", "torture": "torture", "long_prompts": "prefill",
 }  # fmt: skip
 """Result -> its script."""
 
