@@ -33,7 +33,11 @@ ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 8, 16, 256, 256, 32, 1024  # a
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
-VNNI = os.environ.get("ATEN_CPU_CAPABILITY") != "avx2"  # with AVX2 alone, if the user says so
+# The user's limits of torch and oneDNN hold for compiled code, too.
+VNNI = os.environ.get("ATEN_CPU_CAPABILITY") != "avx2"
+_BFLOAT16 = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+
+_INTEGERS, _INTEGERS_BY_VNNI = 3, 4  # ways of prefill_product
 
 # The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
@@ -137,8 +141,9 @@ def prefill_product(x: Tensor, table: RowTable, bias: Tensor | None = None, way:
     """factor * x W^T + bias for many rows, with the weights in the types of their file. A row's result depends neither
     on other rows nor on the number of threads.
 
-    x: [num_rows, width], fp32 or bf16; bias: [num_outputs] of x's dtype. way: to multiply (see cpu/prefill_product.h),
-    None for the best of this CPU. Weights are rounded to bf16 if products are.
+    x: [num_rows, width], fp32 or bf16; bias: [num_outputs] of x's dtype. way: to multiply (see cpu/prefill_floats.h),
+    None for the best of this CPU. Weights are rounded to bf16 if products are; with integers, rows are rounded to 15
+    bits, with a scale for 128 values, where weights are in blocks.
     """
     code, kind, (num_rows, width) = library(), _TYPES.get(x.dtype), x.shape
     if code is None or kind is None or width != table.width or width % MULTIPLE or not x.is_cpu:
@@ -156,11 +161,17 @@ def _best_way(dtype: torch.dtype) -> int:
     numbers = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 64, generator=numbers).to(dtype) for n in (40, 20))
     right = x.float() @ weight.float().T
-    for way in (2, 1, 0) if dtype == torch.bfloat16 else (0,):
+    for way in _ways(dtype):
         found = prefill_product(x, RowTable.of(weight), way=way)
         if found is not None and torch.allclose(found.float(), right, rtol=0.02, atol=0.02):
             return way
     return -1
+
+
+def _ways(dtype: torch.dtype) -> tuple[int, ...]:
+    if dtype == torch.bfloat16:
+        return (2, 1, 0) if _BFLOAT16 else (0,)
+    return (_INTEGERS_BY_VNNI, _INTEGERS, 0) if VNNI else (_INTEGERS, 0)
 
 
 def multiplies(dtype: torch.dtype) -> bool:

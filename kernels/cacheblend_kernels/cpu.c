@@ -17,6 +17,8 @@
 #include "cpu/mapped_files.h"
 #include "cpu/norms.h"
 #include "cpu/prefill_attention.h"
+#include "cpu/prefill_floats.h"
+#include "cpu/prefill_integers.h"
 #include "cpu/prefill_product.h"
 #include "cpu/rope.h"
 #include "cpu/stored_kv.h"

@@ -263,8 +263,8 @@ FAST INLINE float scale_of_block(const int kind, const uint8_t *p, float *offset
     return both[0];
 }
 
-/* Unpack scales and offsets of a group. */
-FAST INLINE void scales_of(const int kind, const uint8_t *p, Scales *s) {
+/* Unpack scales and offsets of a group. Of a K-quant with `whole`, only whole numbers, of which each scale is `common` times one. */
+FAST INLINE void unpack_scales(const int kind, const uint8_t *p, Scales *s, const int whole, float *common) {
     const uint32_t nibble = 0x0f0f0f0f, pair = 0x03030303;
     const int size = block_bytes(kind);
 #define EACH_BLOCK(READ, at) {READ(p + at), READ(p + size + at), READ(p + 2 * size + at), READ(p + 3 * size + at), \
@@ -284,7 +284,8 @@ FAST INLINE void scales_of(const int kind, const uint8_t *p, Scales *s) {
     } else {
         const uint8_t *at = p + (kind == Q6_K ? 208 : kind == Q3_K ? 108 : kind == Q2_K ? 80 : 0);
         const vec8 both = from_halves8((halves8){half(at), has_offsets(kind) ? half(at + 2) : 0});
-        const float d = both[0], least = -both[1];
+        const float d = whole ? 1 : both[0], least = -both[1];
+        *common = both[0];
         if (kind == Q6_K) {
             for (int i = 0; i < 16; i += 8) {
                 const vec8 x = from_bytes8(p + 192 + i) * d;
@@ -314,6 +315,11 @@ FAST INLINE void scales_of(const int kind, const uint8_t *p, Scales *s) {
             scaled(b & 0x3f3f3f3f, (c >> 4 & nibble) | (b >> 6 & pair) << 4, 0, least, s->offsets);
         }
     }
+}
+
+FAST INLINE void scales_of(const int kind, const uint8_t *p, Scales *s) {
+    float common;
+    unpack_scales(kind, p, s, 0, &common);
 }
 
 /* A number in each lane, loaded so: GCC would put the numbers of several runs into one vector, and take it apart. */

@@ -1,6 +1,7 @@
 /* Vectors of LANES floats: loads and stores in float32 or bfloat16, sums, maxima, e^x. */
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,6 +76,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vecu __attribute__((vector_size(4 * LANES)));
 typedef int32_t veci __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int16_t signed_halves __attribute__((vector_size(2 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));

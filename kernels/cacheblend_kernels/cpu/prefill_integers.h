@@ -1,0 +1,205 @@
+/* Products of many rows with codes of weights, in integers. Rows are rounded to 15 bits, with a scale for 128 values. A weight is its
+   code, of K-quants times its whole scale within the block, so that it is exact. Up to 128 products are added up as whole numbers of
+   32 bits; scales and offsets follow in float32. */
+
+#ifdef PRODUCTS
+enum { SPAN = 128, LARGEST = 16383 }; /* values of a row that share a scale; largest rounded value */
+
+/* 256 values of a block of rows: value = scale * number. Zeros follow a row's last value and the last row. */
+typedef struct RoundedRows {
+    int16_t numbers[GROUP / 2][BLOCK][2];
+    float scales[GROUP / SPAN][BLOCK];
+    float sums[GROUP / RUN][BLOCK], sums_of_16[GROUP / 16][BLOCK]; /* of values */
+} RoundedRows;
+
+/* 256 weights of an output: weight = scale * number + offset. */
+typedef struct {
+    int16_t numbers[GROUP];
+    float scales[GROUP / RUN], offsets[GROUP / 16]; /* of a run; of a run or of 16 values, see is_fine */
+} WholeWeights;
+
+/* Return how many runs are added up as whole numbers: |weight * value| times their values stays below 2^31. */
+INLINE int runs_together(const int kind) {
+    switch (kind) {
+    case Q2_K: case Q3_K: case Q4_K: return 4; /* |weight| <= 45, 128 and 945 */
+    case Q5_K: return 2;                       /* 1,953 */
+    }
+    return 1; /* 4,096, or each run has a scale of its own */
+}
+
+/* Round a run of a row, store its sums, and return their sum, which is NaN if a value is. */
+INLINE float round_run(const PrefillProduct *p, int64_t from, float most, int16_t *numbers, float *sum_of_run, float *sums_of_16) {
+    const float by = LARGEST / most, scale = most / LARGEST;
+    vec sums[2] = {{0}};
+    for (int i = 0; i < RUN; i += LANES) {
+        const vec number = load(p->x, from + i, p->type) * by + 12582912.f; /* the nearest whole number in the last bits */
+        const signed_halves some = __builtin_convertvector((veci)number - 0x4b400000, signed_halves);
+        memcpy(numbers + i, &some, sizeof some);
+        sums[i / 16] += number - 12582912.f; /* exact: whole numbers of less than 24 bits */
+    }
+    const float left = sum(sums[0]), right = sum(sums[1]);
+    sums_of_16[0] = scale * left, sums_of_16[BLOCK] = scale * right;
+    return *sum_of_run = scale * (left + right);
+}
+
+/* Round 256 values of a row, those below `width`. */
+INLINE void round_row(const PrefillProduct *p, int64_t row, int64_t first, int column, int16_t *numbers, RoundedRows *to) {
+    for (int span = 0; span < GROUP / SPAN && first + span * SPAN < p->width; span++) {
+        const int64_t at = first + span * SPAN, from = row * p->width + at, values = p->width - at < SPAN ? p->width - at : SPAN;
+        vec sizes = {0};
+        float most = 1e-30f, total = 0;
+        for (int64_t i = 0; i < values; i += LANES)
+            sizes = larger((vec)((veci)load(p->x, from + i, p->type) & 0x7fffffff), sizes); /* NaN is not larger */
+        for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
+        for (int64_t i = 0; i < values; i += RUN) {
+            const int64_t run = (span * SPAN + i) / RUN;
+            total += round_run(p, from + i, most, numbers + run * RUN, to->sums[run] + column, to->sums_of_16[2 * run] + column);
+        }
+        to->scales[span][column] = total != total ? NAN : most / LARGEST;
+    }
+}
+
+/* Round a block of rows: [groups]. */
+CLONES static void round_block(const PrefillProduct *p, const Packed *packed, int64_t block) {
+    for (int64_t group = 0; group < packed->groups; group++) {
+        RoundedRows *to = packed->rounded + block * packed->groups + group;
+        memset(to->scales, 0, sizeof *to - offsetof(RoundedRows, scales));
+        for (int half = 0; half < BLOCK; half += LANES) {
+            int16_t numbers[LANES][GROUP] = {{0}};
+            for (int i = 0; i < LANES && block * BLOCK + half + i < packed->rows; i++)
+                round_row(p, packed->first_row + block * BLOCK + half + i, group * GROUP, half + i, numbers[i], to);
+            for (int pair = 0; pair < GROUP / 2; pair += LANES) {
+                vec words[LANES];
+                for (int i = 0; i < LANES; i++) memcpy(words + i, numbers[i] + 2 * pair, sizeof words[i]);
+                transpose(words);
+                for (int i = 0; i < LANES; i++) memcpy(to->numbers[pair + i][half], words + i, sizeof words[i]);
+            }
+        }
+    }
+}
+
+FAST INLINE void unpack_group(const int kind, const uint8_t *p, WholeWeights *to) {
+    Scales s;
+    float common;
+    int32_t whole[16];
+    unpack_scales(kind, p, &s, 1, &common);
+    if (block_values(kind) == GROUP)
+        for (int i = 0; i < (is_fine(kind) ? 16 : 8); i += 8)
+            _mm256_storeu_si256((void *)(whole + i), _mm256_cvtps_epi32(_mm256_loadu_ps(s.scales + i)));
+    __asm__("" : "+m"(whole)); /* they are loaded from memory, not taken out of vectors */
+    _Pragma("GCC unroll 8") for (int run = 0; run < GROUP / RUN; run++) {
+        const __m256i codes = (__m256i)codes_of(kind, p, run);
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+            const __m128i some = i ? _mm256_extracti128_si256(codes, 1) : _mm256_castsi256_si128(codes);
+            __m256i numbers = has_offsets(kind) ? _mm256_cvtepu8_epi16(some) : _mm256_cvtepi8_epi16(some);
+            if (block_values(kind) == GROUP)
+                numbers = _mm256_mullo_epi16(numbers, _mm256_set1_epi16((short)whole[is_fine(kind) ? run * 2 + i : run]));
+            _mm256_storeu_si256((void *)(to->numbers + run * RUN + i * 16), numbers);
+        }
+        to->scales[run] = block_values(kind) == GROUP ? common : s.scales[run];
+    }
+    if (has_offsets(kind)) memcpy(to->offsets, s.offsets, is_fine(kind) ? 64 : 32);
+}
+
+#define UNPACK(KIND) unpack_group(KIND, p, to)
+/* Unpack `count` weights of a row from `first` on, a group or what is left of the row. */
+FAST static void unpack_weights(int kind, const uint8_t *row, int64_t first, int64_t count, WholeWeights *to) {
+    const uint8_t *p = row + first / block_values(kind) * block_bytes(kind);
+    uint8_t padded[8 * 34] = {0};
+    if (count < GROUP) p = memcpy(padded, p, count / RUN * block_bytes(kind));
+    switch (kind) { EACH_KIND(UNPACK) }
+}
+#undef UNPACK
+
+/* Define NAME(sums, stride, weights, x, runs, together, rows): sums [outputs, BLOCK] += weights x without their offsets, for COUNT
+   outputs, whose WholeWeights are STRIDE floats apart. runs: of 32 values; together: of those are added up as whole numbers. */
+#define ACCUMULATE_INTEGERS(NAME, FEATURES, COUNT, STEP)                                                                            \
+    FEATURES INLINE void NAME##_with(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs,         \
+                                     const int together, const int vectors) {                                                       \
+        for (int64_t run = 0; run < runs; run += together) {                                                                        \
+            veci sum[COUNT][2];                                                                                                     \
+            const int64_t end = run + together < runs ? run + together : runs;                                                      \
+            EACH_SUM(COUNT) sum[i][j] = (veci){0};                                                                                  \
+            for (int64_t k = run * (RUN / 2); k < end * (RUN / 2); k++) {                                                           \
+                vec right[2];                                                                                                       \
+                _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) right[j] = load(x->numbers[k], j * LANES, FLOAT32);       \
+                EACH_SUM(COUNT) sum[i][j] = STEP(sum[i][j], weights + i * STRIDE + k, right[j]);                                    \
+            }                                                                                                                       \
+            EACH_SUM(COUNT) {                                                                                                       \
+                const vec scale = load(x->scales[run * RUN / SPAN], j * LANES, FLOAT32) * everywhere(weights + i * STRIDE + GROUP / 2 + run); \
+                const vec more = __builtin_convertvector(sum[i][j], vec) * scale;                                                   \
+                store(sums, i * stride + j * LANES, load(sums, i * stride + j * LANES, FLOAT32) + more, FLOAT32);                   \
+            }                                                                                                                       \
+        }                                                                                                                           \
+    }                                                                                                                               \
+    FEATURES static void NAME(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs, int together,  \
+                              int64_t rows) {                                                                                       \
+        if (rows > LANES)                                                                                                           \
+            switch (together) { EACH_NUMBER(NAME##_with, 2) }                                                                       \
+        else                                                                                                                        \
+            switch (together) { EACH_NUMBER(NAME##_with, 1) }                                                                       \
+    }
+#define EACH_SUM(COUNT) _Pragma("GCC unroll 16") for (int i = 0; i < COUNT; i++) _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++)
+#define EACH_NUMBER(NAME, vectors)                                                                                                  \
+    case 1: NAME(sums, stride, weights, x, runs, 1, vectors); break;                                                                \
+    case 2: NAME(sums, stride, weights, x, runs, 2, vectors); break;                                                                \
+    case 4: NAME(sums, stride, weights, x, runs, 4, vectors); break;
+
+typedef void (*AccumulateIntegers)(float *, int64_t, const float *, const RoundedRows *, int64_t, int, int64_t);
+
+#ifdef AVX512
+#define STEP_VNNI(sum, w, x) (veci)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(x), (__m512i)everywhere(w))
+ACCUMULATE_INTEGERS(accumulate_vnni, AVX512(",avx2,fma,f16c,avx512vnni"), OUTPUTS_TOGETHER, STEP_VNNI)
+#else
+#define STEP_MADD(sum, w, x) (veci)_mm256_add_epi32((__m256i)(sum), _mm256_madd_epi16((__m256i)(x), (__m256i)everywhere(w)))
+ACCUMULATE_INTEGERS(accumulate_madd, FAST, OUTPUTS_TOGETHER, STEP_MADD)
+#if __GNUC__ >= 11
+#define STEP_VNNI(sum, w, x) (veci)_mm256_dpwssd_avx_epi32((__m256i)(sum), (__m256i)(x), (__m256i)everywhere(w))
+ACCUMULATE_INTEGERS(accumulate_vnni, __attribute__((target("avx2,fma,f16c,avxvnni"))), OUTPUTS_TOGETHER, STEP_VNNI)
+#endif
+#endif
+
+/* Return the function that multiplies in integers this way; null if the CPU lacks the instructions. */
+static AccumulateIntegers accumulate_integers_of(int way) {
+#ifdef AVX512
+    if (way == INTEGERS_BY_VNNI && __builtin_cpu_supports("avx512vnni")) return accumulate_vnni;
+#else
+#if __GNUC__ >= 11
+    if (way == INTEGERS_BY_VNNI && __builtin_cpu_supports("avxvnni")) return accumulate_vnni;
+#endif
+    if (way == INTEGERS) return accumulate_madd;
+#endif
+    return 0;
+}
+
+/* Add products of words word..word + depth - 1 of outputs first..first + count - 1, and a block of rows, to sums. An output's sums
+   depend on its own kind, not on its neighbours': fewer outputs of a kind than are computed together have sums apart. */
+static void accumulate_kinds(const PrefillProduct *p, const Packed *packed, float *sums, int64_t stride, const float *scratch,
+                             int64_t block, int64_t word, int64_t depth, int64_t first, int64_t count) {
+    const AccumulateIntegers integers = accumulate_integers_of(p->way);
+    const RoundedRows *x = packed->rounded + block * packed->groups + word / GROUP;
+    const int64_t rows = packed->rows - block * BLOCK, runs = depth / RUN;
+    float apart[OUTPUTS_TOGETHER * BLOCK] = {0};
+    for (int64_t i = 0, same; i < count; i += same) {
+        const int kind = p->kinds[first + i], fine = is_fine(kind);
+        for (same = 1; same < OUTPUTS_TOGETHER && i + same < count && p->kinds[first + i + same] == kind; same++) continue;
+        const int few = same < OUTPUTS_TOGETHER;
+        const int64_t step = few ? BLOCK : stride;
+        float *to = few ? apart : sums + i * stride;
+        const float *weights = scratch + i * STRIDE, *offsets = weights + offsetof(WholeWeights, offsets) / sizeof(float);
+        for (int64_t j = 0; few && j < same; j++) memcpy(to + j * BLOCK, sums + (i + j) * stride, BLOCK * sizeof(float));
+        if (block_values(kind) == 1)
+            accumulate_floats(to, step, weights, packed->packed + (block * packed->words + word) * BLOCK, depth, OUTPUTS_TOGETHER, rows);
+        else
+            integers(to, step, weights, x, runs, runs_together(kind), rows);
+        if (has_offsets(kind))
+            accumulate_floats(to, step, offsets, fine ? x->sums_of_16[0] : x->sums[0], fine ? 2 * runs : runs, OUTPUTS_TOGETHER, rows);
+        for (int64_t j = 0; few && j < same; j++) memcpy(sums + (i + j) * stride, to + j * BLOCK, BLOCK * sizeof(float));
+    }
+}
+#else
+typedef struct RoundedRows { float none; } RoundedRows;
+#define unpack_weights(...) ((void)0)
+#define round_block(...) ((void)0)
+#define accumulate_kinds(...) ((void)0)
+#endif
