@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from cacheblend_kernels import compiled
 from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_store import ChunkStore
 from decode import Parts
-from machine import MOST_USED, RESULTS, Others, hardware, machine_name, memory_kib, read_result, save, table
+from machine import MOST_USED, RESULTS, ROOT, Others, fill, hardware, machine_name, memory_kib, read_result, save, table
 from peers import AVX2, LLAMA_CPP_STARTED, Died, default_files, environment
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
@@ -49,10 +50,12 @@ from cacheblend_cli.evaluation.speed import SpeedPrompt, ordinary_ids, random_id
 from cacheblend_cli.types import AskRequest, BlendParams
 
 LIMITS: dict[str, dict[str, str]] = {"avx2": AVX2, "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, "native": {}}
+SIZES = re.compile(r"[\d.]+b")  # in names of files
 ISAS = {"avx2": "AVX2", "vnni": "AVX-512 with VNNI", "native": "not limited"}
 OWN_WAYS, LLAMA = ("default", "floats"), "llama.cpp"
 WAYS = (*OWN_WAYS, LLAMA)
 CHUNK_TOKENS, QUESTION_TOKENS, WARM_UP_TOKENS = 512, 32, 64
+MACHINE = "Intel(R) Xeon(R) Processor, AMX"  # of docs/speed.md
 WINDOW = 2048  # tokens, `precompute`'s
 CORES = 8  # of the computed times
 PARTS = ((compiled, "prefill_product"), (TorchBackend, "prefill_attention"))
@@ -228,6 +231,16 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def docs_table(result: dict[str, Any]) -> str:
+    """Return the table of docs/speed.md: tokens per second while collecting, and computed for more cores."""
+    rows = []
+    for model, of in result["machines"][MACHINE]["runs"].items():
+        runs = (of.get(isa, {}).get("default") for isa in ISAS.values())
+        cells = (f"{rate(r, 'collect'):.0f} ({rate(r, 'collect', CORES):.0f})" if r else "" for r in runs)
+        rows.append((SIZES.search(model)[0].upper(), *cells))
+    return "\n".join(table(("", "AVX2", "AVX-512 with VNNI", "AMX"), rows)) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*")
@@ -258,6 +271,8 @@ def main() -> None:
             runs = of_model.setdefault(ISAS[isa], {way: [] for way in OWN_WAYS})
             runs = runs | {LLAMA: here[LLAMA].setdefault(path.stem, [])}
             measure(path, isa, runs, arguments, lambda: save(result, out, page(result)))
+    if out.parent == RESULTS and machine_name() == MACHINE:
+        fill(ROOT / "docs" / "speed.md", reading=docs_table(result))
     print(page(result))
 
 

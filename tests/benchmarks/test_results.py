@@ -27,5 +27,13 @@ def test_a_page_has_the_figures_of_its_json(name: str, monkeypatch: pytest.Monke
     assert (tmp_path / path.name).with_suffix(".md").read_text() == path.with_suffix(".md").read_text()
 
 
+def test_the_table_of_reading_is_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("reading")
+    result = json.loads((BENCHMARKS / "results" / "reading.json").read_text(encoding="utf-8"))
+    page = (BENCHMARKS.parent / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert script.docs_table(result) in page
+
+
 def test_results_are_small() -> None:
     assert sum(path.stat().st_size for path in (BENCHMARKS / "results").glob("*.*")) < 430_000
