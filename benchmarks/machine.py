@@ -132,6 +132,15 @@ def save(result: dict[str, Any], path: Path, page: str) -> None:
     path.with_suffix(".md").write_text(wrapped(page), encoding="utf-8")
 
 
+def fill(page: Path, **blocks: str) -> None:
+    """Write the blocks between their marks in a page."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from machine import RESULTS, ROOT, read_result
+from machine import RESULTS, ROOT, fill, read_result
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -43,15 +43,6 @@ def main() -> None:
     table = parity_table()
     fill(PARITY, table=table)
     fill(PAGE, families=families(table))
-
-
-def fill(page: Path, **blocks: str) -> None:
-    """Write the blocks between their marks in a page."""
-    text = page.read_text(encoding="utf-8")
-    for name, block in blocks.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", text, flags=re.DOTALL)
-    page.write_text(text, encoding="utf-8")
 
 
 def families(table: str) -> str:

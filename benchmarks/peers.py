@@ -55,7 +55,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1", "CACHEBLEND_STOP_REPETITION": "false",
     "CACHEBLEND_SPECULATE": "off",  # a token a step, as the others
 }  # fmt: skip
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 BLENDS = {"full": ("--mode", "full"), "query .15": ("--selector", "query", "--ratio", "0.15")}
 OWN_RATIOS = dict(zip(DOWNLOADED, (".30", ".50"), strict=True))
 """Ratios that `models check` chooses on MuSiQue."""
@@ -89,7 +89,7 @@ model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_ne
 times = times[-100:]  # the streamer is given the prompt, too
 print(json.dumps({"loaded": loaded, "first": times[0], "last": times[-1]}))
 """
-LLAMA_CPP = """
+LLAMA_CPP_STARTED = """
 import json, os, sys, time
 from urllib.request import Request, urlopen
 import xllamacpp
@@ -99,6 +99,10 @@ params.model.path, params.n_ctx, params.n_parallel, params.verbosity = path, len
 params.kv_unified, params.fit_params, params.ui, params.port, params.warmup = False, False, False, 0, False
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
 server = xllamacpp.Server(params)
+"""
+LLAMA_CPP = (
+    LLAMA_CPP_STARTED
+    + """
 loaded = time.time()
 body = {"prompt": prompt, "n_predict": 100, "ignore_eos": True, "temperature": 0}
 asked = Request(server.listening_address + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -108,6 +112,7 @@ first = loaded + timings["prompt_ms"] / 1000
 print(json.dumps({"loaded": loaded, "first": first, "last": first + timings["predicted_ms"] / 1000}), flush=True)
 os._exit(0)
 """
+)
 PASSAGE = "The warranty of the Kestrel pump lasts four years. Its motor is rated for 2.2 kW. "
 ASKED = "How long is the warranty of the Kestrel pump? (question RUN)"  # RUN: number of the run
 START_COLUMNS = {
@@ -407,19 +412,20 @@ def _median(runs: list[dict[str, float]], column: str) -> str:
 
 def files_of(arguments: argparse.Namespace, folder: Path) -> list[Model]:
     """Return the files of the arguments, or those of the default that are there; writes the 7B's."""
-    paths = list(arguments.files)
-    if not paths:
-        paths = [path for name in DOWNLOADED if (path := REAL / name).exists()]
-        shape = arguments.folder / SHAPE_7B
-        if len(paths) < len(DOWNLOADED):
-            print(f"not all of {', '.join(DOWNLOADED)} are in {REAL}: run tools/fetch_real.py", file=sys.stderr)
-        if not shape.exists() and paths:
-            subprocess.run([sys.executable, ROOT / "benchmarks/random_blocks.py", shape, paths[-1]], check=True)
-        paths += [shape] if shape.exists() else []
-    models = [Model(path, folder) for path in paths]
+    models = [Model(path, folder) for path in arguments.files or default_files(arguments.folder)]
     for model in models:
         model.prepare()
     return models
+
+
+def default_files(folder: Path) -> list[Path]:
+    """Return the downloaded files that are there, and the 7B's in the folder, written if they are."""
+    paths, shape = [path for name in DOWNLOADED if (path := REAL / name).exists()], folder / SHAPE_7B
+    if len(paths) < len(DOWNLOADED):
+        print(f"not all of {', '.join(DOWNLOADED)} are in {REAL}: run tools/fetch_real.py", file=sys.stderr)
+    if not shape.exists() and paths:
+        subprocess.run([sys.executable, ROOT / "benchmarks/random_blocks.py", shape, paths[-1]], check=True)
+    return paths + [shape] * shape.exists()
 
 
 def parse() -> argparse.Namespace:
