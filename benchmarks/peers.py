@@ -55,7 +55,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1", "CACHEBLEND_STOP_REPETITION": "false",
     "CACHEBLEND_SPECULATE": "off",  # a token a step, as the others
 }  # fmt: skip
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 BLENDS = {"full": ("--mode", "full"), "query .15": ("--selector", "query", "--ratio", "0.15")}
 OWN_RATIOS = dict(zip(DOWNLOADED, (".30", ".50"), strict=True))
 """Ratios that `models check` chooses on MuSiQue."""
