@@ -72,8 +72,8 @@ def machine_name() -> str:
 
 
 def write_checkpoint(path: Path, config: Path, **fields: Any) -> Path:
-    """Write a float32 checkpoint of random weights in the shape of the config with these fields, with the demo model's
-    tokenizer."""
+    """Write a checkpoint of random weights in the shape of the config with these fields, with the demo model's
+    tokenizer; in float32 unless `dtype` is among the fields."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,9 +81,12 @@ def write_checkpoint(path: Path, config: Path, **fields: Any) -> Path:
 
     torch.manual_seed(0)
     path.mkdir(parents=True)
-    settings = json.dumps(json.loads(config.read_text()) | fields)
+    settings, dtype = (
+        json.dumps(json.loads(config.read_text()) | fields),
+        getattr(torch, fields.get("dtype", "float32")),
+    )
     (path / "config.json").write_text(settings)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     model.save_pretrained(path)
     (path / "config.json").write_text(settings)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -2,6 +2,7 @@
 
     python benchmarks/prefill.py [--rounds 5]                               # writes results/prefill.*
     python benchmarks/prefill.py --long [--tokens 4096,32768] [--modes .15] # writes results/long_prompts.*
+    python benchmarks/prefill.py --float32 [--tokens 340,1096]              # writes results/prefill_float32.*
 
 Qwen2.5-0.5B's shape with random weights on CPU. The first has 2,048 chunk tokens in 8 chunks, a question of 32 tokens
 and float32; KV is read from the store in the page cache, with digests checked; medians over rounds after one warm-up.
@@ -9,6 +10,9 @@ and float32; KV is read from the store in the page cache, with digests checked; 
 --long: bfloat16, chunks of 512 tokens in the default codec. Stored KV is random: times do not depend on it. Each mode
 of a prompt runs in a process of its own, once to warm up on four chunks and once to be measured; the peak is of the
 memory that is not mapped from files. Rows that are not measured anew stay as they were.
+
+--float32: full prefills of checkpoints in float32 and in bfloat16, computed in float32 with the instructions of each of
+LIMITS, beside transformers. Each pair of checkpoint and limit has a process of its own.
 """
 
 from __future__ import annotations
@@ -60,6 +64,12 @@ BLENDS = {
 }
 LONG_CHUNK_TOKENS, WARM_UP_CHUNKS = 512, 4
 MODES = ("reuse", ".05", ".15", "full")
+LIMITS = {
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "AVX-512 with VNNI": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+}
+"""Environment that limits cacheblend, torch, MKL and oneDNN to these instructions."""
+STORED = ("float32", "bfloat16")  # dtypes of checkpoints
 
 
 def main() -> None:
@@ -67,16 +77,23 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long", action="store_true", help="measure long prompts")
-    parser.add_argument("--tokens", default="4096,8192,16384,32768", help="with --long")
+    parser.add_argument("--float32", action="store_true", help="measure full prefills in float32 beside transformers")
+    parser.add_argument("--tokens", help="with --long (default 4096,8192,16384,32768), --float32 (340,1096,2048)")
     parser.add_argument("--modes", default=",".join(MODES), help="with --long")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--child", nargs=3, metavar=("MODEL", "TOKENS", "MODE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.tokens = arguments.tokens or ("340,1096,2048" if arguments.float32 else "4096,8192,16384,32768")
     if arguments.child:
         model, tokens, mode = arguments.child
-        print(json.dumps(measure_long(Path(model), int(tokens), mode)))
+        lengths = list(map(int, tokens.split(",")))
+        measured = measure_float32(Path(model), lengths, arguments.rounds) if arguments.float32 else None
+        print(json.dumps(measured or measure_long(Path(model), lengths[0], mode)))
         return
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.float32:
+            print(float32_prompts(Path(folder), arguments))
+            return
         room = {"max_position_embeddings": 65536} if arguments.long else {}
         checkpoint = write_checkpoint(Path(folder) / "model", arguments.config, **room)
         if arguments.long:
@@ -92,6 +109,18 @@ def load(checkpoint: Path, dtype: str) -> Runtime:
     return Runtime(load_model(checkpoint, "bench", torch.device("cpu"), Precision(dtype), "auto"), EngineConfig())
 
 
+@torch.inference_mode()
+def their_logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
+    return logits
+
+
+def their_first_token(model: Any, prompt: torch.Tensor) -> FirstToken:
+    start = time.perf_counter()
+    int(their_logits(model, prompt).argmax())
+    return FirstToken(time.perf_counter() - start)
+
+
 def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
     runtime = load(checkpoint, "float32")
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -103,21 +132,10 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
         own = SpeedPrompt.stored(Engine(runtime), store, layout, ANSWER_TOKENS)
         full = own.prefill(BlendParams(mode="full"))
         prompt = torch.tensor([full.plan.token_ids])
-
-        @torch.inference_mode()
-        def their_logits() -> torch.Tensor:
-            logits: torch.Tensor = theirs(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
-            return logits
-
-        def their_first_token() -> FirstToken:
-            start = time.perf_counter()
-            int(their_logits().argmax())
-            return FirstToken(time.perf_counter() - start)
-
-        agree = float((full.result.logits[-1] - their_logits()).abs().max())
+        agree = float((full.result.logits[-1] - their_logits(theirs, prompt)).abs().max())
         del full
         blends = {"full": BlendParams(mode="full"), **BLENDS}
-        cases: dict[str, Callable[[], FirstToken]] = {"transformers": their_first_token}
+        cases: dict[str, Callable[[], FirstToken]] = {"transformers": partial(their_first_token, theirs, prompt)}
         found = in_turn(cases | {name: partial(own.first_token, blend) for name, blend in blends.items()}, rounds)
     median = {name: statistics.median(r.seconds for r in runs) for name, runs in found.items()}
     return {
@@ -156,6 +174,72 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Full prefill over transformers: {result['full_over_transformers']:.3f}. KV loaded: "
         f"{result['kv_bytes_loaded'] / 2**20:.1f} MiB.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def float32_prompts(folder: Path, arguments: argparse.Namespace) -> str:
+    """Measure each pair of checkpoint and limit, and return the page."""
+    out = arguments.out / "prefill_float32.json"
+    rows = read_result(out).get("rows", [])
+    for dtype in STORED:
+        checkpoint = write_checkpoint(folder / dtype, arguments.config, dtype=dtype)
+        for limit, environment in LIMITS.items():
+            others, options = Others(), ("--float32", "--rounds", str(arguments.rounds))
+            command = [sys.executable, __file__, *options, "--child", str(checkpoint), arguments.tokens, "full"]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | environment)
+            about = {"limit": limit, "checkpoint": dtype, **others.conditions()}
+            by_key = {float32_key(row): row for row in (*rows, *(about | row for row in json.loads(done.stdout)))}
+            rows = [by_key[key] for key in sorted(by_key)]
+            save({"rows": rows}, out, float32_page({"rows": rows}))
+    return float32_page({"rows": rows})
+
+
+def float32_key(row: dict[str, Any]) -> tuple[int, int, int]:
+    return list(LIMITS).index(row["limit"]), STORED.index(row["checkpoint"]), row["tokens"]
+
+
+def measure_float32(checkpoint: Path, lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Return the median seconds of our full prefill and of transformers', in turn, for prompts of these lengths."""
+    runtime, full = load(checkpoint, "float32"), BlendParams(mode="full")
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    draw = partial(random_ids, ordinary_ids(runtime.model), generator=torch.Generator().manual_seed(1))
+    runtime.template = replace(runtime.template, prefix_ids=draw(count=SHAPE["prefix_tokens"]))
+    cases: dict[str, Callable[[], FirstToken]] = {}
+    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
+        for tokens in lengths:
+            chunk_tokens = tokens - SHAPE["prefix_tokens"] - SHAPE["suffix_tokens"]
+            layout = PromptLayout((draw(count=chunk_tokens),), draw(count=SHAPE["suffix_tokens"]))
+            own = SpeedPrompt.stored(Engine(runtime), store, layout, ANSWER_TOKENS)
+            prompt = torch.tensor([own.plan(full).token_ids])
+            cases |= {
+                f"{tokens} ours": partial(own.first_token, full),
+                f"{tokens} theirs": partial(their_first_token, theirs, prompt),
+            }
+        found = in_turn(cases, rounds)
+    median = {name: statistics.median(run.seconds for run in runs) for name, runs in found.items()}
+    return [{"tokens": n, "ours": median[f"{n} ours"], "theirs": median[f"{n} theirs"]} for n in lengths]
+
+
+def float32_page(result: dict[str, Any]) -> str:
+    rows, h = result["rows"], result["rows"][-1]["hardware"]
+    cells = (
+        (
+            row["limit"], row["checkpoint"], f"{row['tokens']:,}", f"{row['ours']:.2f}", f"{row['theirs']:.2f}",
+            f"{row['ours'] / row['theirs']:.2f}", f"{row['others']:.2f}",
+        )
+        for row in rows
+    )  # fmt: skip
+    lines = [
+        "# Full prefill in float32",
+        "",
+        f"Qwen2.5-0.5B's shape with random weights, computed in float32. {h['cpu']}, {h['cores']} cores, torch "
+        f"{h['torch']}, with the instructions named only. By `benchmarks/prefill.py --float32`.",
+        "",
+        *table(
+            ("instructions", "checkpoint", "tokens", "first token, s", "transformers, s", "ratio", "CPUs others used"),
+            cells,
+        ),
     ]
     return "\n".join(lines) + "\n"
 
