@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
 MOST_USED = 0.2
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+VNNI = {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
+"""Environments that limit cacheblend, torch, MKL and oneDNN to AVX2, and to AVX-512 with VNNI."""
 """CPUs that other processes may use during a run whose figures are kept."""
 
 sys.path.append(str(ROOT))  # for tools.wrap
@@ -81,10 +84,8 @@ def write_checkpoint(path: Path, config: Path, **fields: Any) -> Path:
 
     torch.manual_seed(0)
     path.mkdir(parents=True)
-    settings, dtype = (
-        json.dumps(json.loads(config.read_text()) | fields),
-        getattr(torch, fields.get("dtype", "float32")),
-    )
+    settings = json.dumps(json.loads(config.read_text()) | fields)
+    dtype = getattr(torch, fields.get("dtype", "float32"))
     (path / "config.json").write_text(settings)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     model.save_pretrained(path)

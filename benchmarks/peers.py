@@ -40,7 +40,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from machine import CLI, MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, served
+from machine import AVX2, CLI, MOST_USED, RESULTS, ROOT, Others, hardware, machine_name, read_result, save, served
 from machine import table as markdown
 
 from cacheblend_cli.cli.main import VARIABLES
@@ -55,7 +55,6 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1", "CACHEBLEND_STOP_REPETITION": "false",
     "CACHEBLEND_SPECULATE": "off",  # a token a step, as the others
 }  # fmt: skip
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 BLENDS = {"full": ("--mode", "full"), "query .15": ("--selector", "query", "--ratio", "0.15")}
 OWN_RATIOS = dict(zip(DOWNLOADED, (".30", ".50"), strict=True))
 """Ratios that `models check` chooses on MuSiQue."""

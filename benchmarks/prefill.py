@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from machine import RESULTS, ROOT, Others, hardware, memory_kib, read_result, save, table, write_checkpoint
+from machine import AVX2, RESULTS, ROOT, VNNI, Others, hardware, memory_kib, read_result, save, table, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
@@ -64,11 +64,7 @@ BLENDS = {
 }
 LONG_CHUNK_TOKENS, WARM_UP_CHUNKS = 512, 4
 MODES = ("reuse", ".05", ".15", "full")
-LIMITS = {
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "AVX-512 with VNNI": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-}
-"""Environment that limits cacheblend, torch, MKL and oneDNN to these instructions."""
+LIMITS = {"AVX2": AVX2, "AVX-512 with VNNI": VNNI}
 STORED = ("float32", "bfloat16")  # dtypes of checkpoints
 
 

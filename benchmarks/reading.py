@@ -37,8 +37,22 @@ from cacheblend_kernels import compiled
 from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_store import ChunkStore
 from decode import Parts
-from machine import MOST_USED, RESULTS, ROOT, Others, fill, hardware, machine_name, memory_kib, read_result, save, table
-from peers import AVX2, LLAMA_CPP_STARTED, Died, default_files, environment
+from machine import (
+    AVX2,
+    MOST_USED,
+    RESULTS,
+    ROOT,
+    VNNI,
+    Others,
+    fill,
+    hardware,
+    machine_name,
+    memory_kib,
+    read_result,
+    save,
+    table,
+)
+from peers import LLAMA_CPP_STARTED, Died, default_files, environment
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
@@ -49,8 +63,8 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.speed import SpeedPrompt, ordinary_ids, random_ids
 from cacheblend_cli.types import AskRequest, BlendParams
 
-LIMITS: dict[str, dict[str, str]] = {"avx2": AVX2, "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, "native": {}}
-SIZES = re.compile(r"[\d.]+b")  # in names of files
+LIMITS: dict[str, dict[str, str]] = {"avx2": AVX2, "vnni": VNNI, "native": {}}
+SIZES = re.compile(r"[\d.]+[bm](?![a-z])")  # in names of files
 ISAS = {"avx2": "AVX2", "vnni": "AVX-512 with VNNI", "native": "not limited"}
 OWN_WAYS, LLAMA = ("default", "floats"), "llama.cpp"
 WAYS = (*OWN_WAYS, LLAMA)
@@ -237,7 +251,7 @@ def docs_table(result: dict[str, Any]) -> str:
     for model, of in result["machines"][MACHINE]["runs"].items():
         runs = (of.get(isa, {}).get("default") for isa in ISAS.values())
         cells = (f"{rate(r, 'collect'):.0f} ({rate(r, 'collect', CORES):.0f})" if r else "" for r in runs)
-        rows.append((SIZES.search(model)[0].upper(), *cells))
+        rows.append((found[0].upper() if (found := SIZES.search(model)) else model, *cells))
     return "\n".join(table(("", "AVX2", "AVX-512 with VNNI", "AMX"), rows)) + "\n"
 
 

@@ -421,8 +421,9 @@ class _View:
             self.done += event.done
             self._bar(self.done, max(self.done, self.total), self._rest(event.left_s) if event.left_s else "")
 
-    def _rest(self, left_s: float) -> str:
-        return f"{format_seconds(left_s)} left, {_speed(max(0, self.total - self.done), left_s)}"
+    @staticmethod
+    def _rest(left_s: float) -> str:
+        return f"{format_seconds(left_s)} left"
 
     def _show_bar(self, name: str) -> None:
         if name != self._bar_name:

@@ -124,6 +124,8 @@ def precompute(
         return report
     start += _confirm(difference, confirm, on_event)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
+    # an engine neither knows which KV to keep, nor computes documents in order
+    warm = options.warm if quota <= 0 and not collection.model.spec.recurrent else None
     run = PlanStorage(
         planner,
         store,
@@ -131,13 +133,13 @@ def precompute(
         on_event,
         report,
         cluster=options.cluster,
-        warm=options.warm if quota <= 0 else None,  # the engine does not know which KV to keep
+        warm=warm,
         force=options.force,
         texts_only=options.texts_only,
     )
     if difference.computed_tokens:
         collection.model.check_headers()  # before texts are stored for a model that cannot compute their KV
-    loads = difference.computed_tokens and not (options.texts_only or options.cluster or options.warm)
+    loads = difference.computed_tokens and not (options.texts_only or options.cluster or warm)
     if loads and (difference.replaced.chunks or difference.removed.chunks):
         start += _load(collection)  # a model that cannot be loaded replaces and removes nothing
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now

@@ -92,6 +92,7 @@ class CollectSpeed:
             user_cache.keep(self._file, json.dumps(runs[-_KEPT_RUNS:]))
 
     def _earlier(self) -> list[float]:
-        with suppress(ValueError, TypeError):
-            return [speed for speed in map(float, json.loads(user_cache.recall(self._file))) if 0 < speed < math.inf]
+        with suppress(ValueError, TypeError, OverflowError, RecursionError):
+            runs = json.loads(user_cache.recall(self._file))
+            return [speed for speed in map(float, runs) if 0 < speed < math.inf] if isinstance(runs, list) else []
         return []

@@ -233,18 +233,21 @@ class PlanStorage:
             else:
                 self._report.taken += 1
             speed.count(self._rows.add(first.size), is_computed=collected.how == "computed")
-            done, left_s = first.size.num_tokens, speed.left_s
-            self._tell(part, first, collected.status, before, has_kv=True, done=done, left_s=left_s)
+            progress = first.size.num_tokens, speed.left_s
+            self._tell(part, first, collected.status, before, has_kv=True, progress=progress)
             if speed.corrects():
-                self._on_event(PrecomputeEvent("speed", left_s=left_s))
+                self._on_event(PrecomputeEvent("speed", left_s=speed.left_s))
             for place in others:  # the same text in other places
                 self._tell(part, place, "unchanged", before, has_kv=True)
         with self._store.read() as reader:  # a chunk that was removed meanwhile has none
             with_kv = {key for key in batch.pending if (m := reader.undamaged(key)) is not None and m.has_kv}
         for key in list(batch.pending):
-            status = batch.pending.pop(key)
-            for place in places[key]:
-                self._tell(part, place, status, before, has_kv=self._cluster is not None or key in with_kv)
+            status, (first, *others) = batch.pending.pop(key), places[key]
+            has_kv = self._cluster is not None or key in with_kv
+            speed.count(self._rows.add(first.size), is_computed=False)
+            self._tell(part, first, status, before, has_kv=has_kv, progress=(first.size.num_tokens, speed.left_s))
+            for place in others:
+                self._tell(part, place, status, before, has_kv=has_kv)
         for planned in documents:
             self._add_summary(part, planned)
         self._put_summaries()
@@ -289,11 +292,10 @@ class PlanStorage:
         before: Mapping[str, set[bytes]] = {},
         *,
         has_kv: bool,
-        done: int = 0,
-        left_s: float = 0.0,
+        progress: tuple[int, float] = (0, 0.0),
     ) -> None:
-        """Count and report a chunk. before: see `_keys_before`. done: tokens that were worked on. left_s: see
-        PrecomputeEvent."""
+        """Count and report a chunk. before: see `_keys_before`. progress: tokens that were worked on, and seconds left,
+        see PrecomputeEvent."""
         report, source, size = self._report, place.document.file.source, place.size
         if status == "new" and (had := before.get(source)) and size.key not in had:
             status = "replaced"
@@ -302,4 +304,5 @@ class PlanStorage:
         num_bytes = part.stored_bytes(size.num_tokens) if has_kv else 0
         omissions = self._omissions.get(source, ()) if place.position == 0 else ()
         about = self._shown(source), place.position, size.num_tokens, num_bytes, status, omissions
+        done, left_s = progress
         self._on_event(PrecomputeEvent("chunk", ChunkResult(size.key.hex(), *about), done=done, left_s=left_s))

@@ -65,8 +65,8 @@ class MappedLinear:
     """x -> x W^T + b by compiled code, with weights where they are stored, usually in the model's file.
 
     Prompts: weights are unpacked tile by tile. Quantised weights are multiplied with x rounded to 15 bits: in decode
-    steps with one scale for each 32 values; of prompts in float32, on CPUs whose integer instructions are faster, with
-    one for each 128. A row's result never depends on other rows.
+    steps with one scale for each 32 values; of prompts in float32, with AVX512-VNNI, or AVX2 without AVX-512, with one
+    for each 128. A row's result never depends on other rows.
     table: W, [out, in]; bias: [out] in the compute dtype, or None.
     """
 

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import time
 from functools import cache
 from struct import Struct
 from typing import Any
@@ -33,11 +34,14 @@ ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 9, 16, 256, 256, 32, 1024  # a
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
-# The user's limits of torch and oneDNN hold for compiled code, too.
+# Limits of torch and oneDNN hold for compiled code, too.
 VNNI = os.environ.get("ATEN_CPU_CAPABILITY") != "avx2"
-_BFLOAT16 = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+_ISA = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
+_MATRICES = "AMX" in _ISA or _ISA in ("ALL", "DEFAULT")
+_BFLOAT16 = _MATRICES or _ISA in ("AVX512_CORE_BF16", "AVX512_CORE_FP16")
 
 _INTEGERS, _INTEGERS_BY_VNNI = 3, 4  # ways of prefill_product
+_GAIN = 1.4  # least gain of products in bf16 without AMX: there is rounding, and less than this may be noise
 
 # The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
@@ -158,7 +162,8 @@ def prefill_product(x: Tensor, table: RowTable, bias: Tensor | None = None, way:
 
 @cache
 def _best_way(dtype: torch.dtype) -> int:
-    """Return the fastest way to multiply that computes here what floats do, by trying it; -1 if there is none."""
+    """Return the fastest way to multiply that computes here what floats do; -1 if there is none. Tried with a matrix of
+    plain numbers: of integers only the instructions' presence is known."""
     numbers = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 64, generator=numbers).to(dtype) for n in (40, 20))
     right = x.float() @ weight.float().T
@@ -171,7 +176,7 @@ def _best_way(dtype: torch.dtype) -> int:
 
 def _ways(dtype: torch.dtype) -> tuple[int, ...]:
     if dtype == torch.bfloat16:
-        return (2, 1, 0) if _BFLOAT16 else (0,)
+        return *((2,) if _MATRICES else ()), *((1,) if _BFLOAT16 else ()), 0
     return (_INTEGERS_BY_VNNI, _INTEGERS, 0) if VNNI else (_INTEGERS, 0)
 
 
@@ -181,9 +186,23 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Return whether `prefill_product` multiplies with this CPU's bf16 instructions (AVX512-BF16, AMX), which are
-    several times as fast as fp32."""
-    return library() is not None and _best_way(torch.bfloat16) > 0
+    """Return whether a prefill in bf16 is faster on this CPU: with AMX, and with AVX512-BF16 where products take less
+    time than in fp32. They take half the time on some CPUs, and more on others."""
+    way = _best_way(torch.bfloat16) if library() is not None else -1
+    return way == 2 or (way == 1 and _gain_of_bfloat16() >= _GAIN)
+
+
+@cache
+def _gain_of_bfloat16() -> float:
+    """Return how many times as fast products in bf16 are, by the best of five turns of about a millisecond."""
+    best = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
+    for _ in range(5):
+        for dtype in best:
+            weight, x = torch.ones(768, 512, dtype=dtype), torch.ones(128, 512, dtype=dtype)
+            start = time.perf_counter()
+            prefill_product(x, RowTable.of(weight), way=int(dtype == torch.bfloat16))
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+    return best[torch.float32] / best[torch.bfloat16]
 
 
 def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> Tensor | None:
@@ -224,10 +243,12 @@ def prefill_attention(
         return None
     if not all(x.is_cpu and x.dtype == q.dtype for x in (q, k, v)) or num_heads % num_kv_heads:
         return None
+    if not in_floats and not _BFLOAT16:
+        return None
     if any(x.stride()[1:] != (x.shape[2], 1) for x in (q, k, v)):
         return None
     matrices = not in_floats and _has_matrices() if matrices is None else matrices
-    sinks = None if params.sinks is None else params.sinks.float().contiguous()
+    positions, sinks = positions.contiguous(), None if params.sinks is None else params.sinks.float().contiguous()
     out, num_keys = q.new_empty(num_rows, num_heads, v_dim), min(num_keys, int(positions[-1]) + 1)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), 0 if sinks is None else sinks.data_ptr()
     shape = num_rows, num_heads, num_kv_heads, dim, v_dim, num_keys, q.stride(0), k.stride(0), v.stride(0)
@@ -240,6 +261,8 @@ def prefill_attention(
 @cache
 def _has_matrices() -> bool:
     """Return whether AMX computes here what AVX512-BF16 does, by trying it."""
+    if not _MATRICES:
+        return False
     numbers = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(100, n, 64, generator=numbers).to(torch.bfloat16) for n in (4, 2, 2))
     given = q, k, v, torch.arange(100), AttentionParams(0.125)

@@ -1,4 +1,4 @@
-"""Attention in torch, on any device: the reference for the other backends, and the implementation used on CPUs."""
+"""Attention in torch, on any device: the reference for the others, and on CPUs for what is not compiled."""
 
 from __future__ import annotations
 

@@ -110,7 +110,10 @@ def test_speeds_are_those_of_the_last_runs_of_this_version_and_machine(
     assert [other.rows_per_s for other in others] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "[-1]", '["x"]', "3", "[NaN, Infinity]"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "[-1]", '["x"]', "3", "[NaN, Infinity]", '"123"', '{"5": 1}', f"[1{'0' * 400}]", "[" * 100_000],
+)
 def test_a_damaged_memory_is_none(clock: Clock, content: str) -> None:
     remember(clock, 100.0)
     [file] = (path for path in speed.user_cache.folder("collect").iterdir())

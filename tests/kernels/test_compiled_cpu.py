@@ -68,7 +68,8 @@ def test_prefill_attention_in_float32(
 ) -> None:
     num_keys = 700
     k, v = (torch.randn(num_keys, heads[1], width) for width in (dim, v_dim))
-    params = AttentionParams(dim**-0.5, window, cap, torch.randn(heads[0]) if sinks else None)
+    sink = torch.randn(heads[0]).index_fill(0, torch.tensor([1]), -torch.inf)
+    params = AttentionParams(dim**-0.5, window, cap, sink if sinks else None)
     for positions in (torch.arange(150), torch.tensor(scattered(150, num_keys)), torch.tensor([num_keys - 1])):
         q = torch.randn(len(positions), heads[0], dim)
         out = compiled.prefill_attention(q, k, v, positions, params)
@@ -76,7 +77,7 @@ def test_prefill_attention_in_float32(
         assert (out - prefill_attention(q, k, v, positions, params)).abs().max() <= 3e-6
         for count, rows in ((1, slice(-1, None)), (2, slice(0, 90)), (3, slice(0, None, 7))):
             torch.set_num_threads(count)
-            some = compiled.prefill_attention(q[rows].contiguous(), k, v, positions[rows].contiguous(), params)
+            some = compiled.prefill_attention(q[rows].contiguous(), k, v, positions[rows], params)
             assert some is not None
             assert torch.equal(some, out[rows])
 

@@ -13,8 +13,15 @@ SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0])
 CASES = [(None, None, SINKS), (20, None, SINKS), (None, 5.0, SINKS), (20, 5.0, None)]
 
 
+@pytest.fixture
+def in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of prompts by torch's operations."""
+    monkeypatch.setattr(torch_attention.compiled, "prefill_attention", lambda *_: None)
+
+
 @pytest.mark.parametrize(("window", "cap", "sinks"), CASES)
 @pytest.mark.parametrize("every", [False, True])
+@pytest.mark.usefixtures("in_tiles")
 def test_prefill(window: int | None, cap: float | None, sinks: torch.Tensor | None, every: bool) -> None:
     positions = list(range(90)) if every else scattered(75, 90)
     case = attention_case([positions], [90], heads=(4, 2), head_dim=32, contiguous=True)
@@ -25,6 +32,7 @@ def test_prefill(window: int | None, cap: float | None, sinks: torch.Tensor | No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "cap", "sinks"), [(None, None, None), (300, None, None), *CASES])
 @pytest.mark.parametrize("every", [False, True])
+@pytest.mark.usefixtures("in_tiles")
 def test_prefill_in_tiles(
     window: int | None, cap: float | None, sinks: torch.Tensor | None, every: bool, dtype: torch.dtype
 ) -> None:
@@ -38,6 +46,7 @@ def test_prefill_in_tiles(
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("most", [1, 2000, 40000])
+@pytest.mark.usefixtures("in_tiles")
 def test_a_product_over_many_keys_has_few_rows(
     window: int | None, most: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +65,7 @@ def test_a_product_over_many_keys_has_few_rows(
     out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window))
     assert_close(out, attention_reference(case, 0.2, window, None, None), torch.float32)
     group = case.q.shape[1] // case.cache.k.shape[2]
+    assert seen
     assert all(rows == group or rows * (keys - KEY_STEP) <= most for rows, keys in seen[::2])
 
 

@@ -30,6 +30,18 @@ def test_a_cpu_computes_in_bfloat16_only_what_is_saved_in_it_and_if_it_multiplie
     assert resolve_dtype("auto", "cpu", spec, model_dir()) == expected
 
 
+@pytest.mark.parametrize(
+    ("way", "gain", "expected"), [(2, 0.5, True), (1, 2.0, True), (1, 0.9, False), (0, 2.0, False)]
+)
+def test_bfloat16_without_amx_has_to_be_faster(
+    way: int, gain: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "library", lambda: object())
+    monkeypatch.setattr(compiled, "_best_way", lambda dtype: way)
+    monkeypatch.setattr(compiled, "_gain_of_bfloat16", lambda: gain)
+    assert compiled.has_bfloat16() == expected
+
+
 def test_without_compiled_products_a_cpu_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "library", lambda: None)
     assert not compiled.has_bfloat16()

@@ -1,5 +1,5 @@
 /* Attention of many rows in float32, in the order of prefill_attention.h: logits are [keys, queries], a query is a lane, and a row's
-   result is the same to the bit whatever rows are computed with it. K and V are read in place. */
+   result is the same to the bit whatever rows are computed with it, if V is finite. K and V are read in place. */
 
 enum { FLOAT_ROWS = LANES == 8 ? 4 : 8, FLOAT_VECTORS = LANES == 8 ? 3 : 2, FLOAT_QUERIES = FLOAT_VECTORS * LANES };
 
@@ -71,8 +71,9 @@ FAST static void attend_floats(const Prefill *p, int64_t kv_head, int64_t first,
         const int64_t query = first + (t < count ? t : count - 1), head = kv_head * group + query % group;
         for (int64_t d = 0; d < dim; d++) w->queries[d * FLOAT_QUERIES + t] = q[query / group * p->q_stride + head * dim + d] * p->scale;
         position[t / LANES][t % LANES] = (int32_t)p->positions[query / group];
-        most[t / LANES][t % LANES] = p->sinks ? p->sinks[head] : -1e30f; /* finite: differences are not NaN */
-        total[t / LANES][t % LANES] = p->sinks ? 1 : 0;
+        const int sinks = p->sinks && p->sinks[head] > -1e30f;
+        most[t / LANES][t % LANES] = sinks ? p->sinks[head] : -1e30f; /* finite: differences are not NaN */
+        total[t / LANES][t % LANES] = sinks ? 1 : 0;
     }
     memset(w->sums, 0, v_dim * FLOAT_QUERIES * sizeof(float));
     const int64_t lowest = p->positions[first / group], highest = p->positions[(first + count - 1) / group], window = p->window;
@@ -96,8 +97,11 @@ FAST static void attend_floats(const Prefill *p, int64_t kv_head, int64_t first,
     }
 }
 
-/* Return 1 if memory is short or the CPU lacks the instructions. dim and v_dim: multiples of 8. */
+/* Return 1 if memory is short, or the CPU or the compiler lacks the instructions. dim and v_dim: multiples of 8. */
 int cb_float_attention(const Prefill *p) {
+#if defined(__x86_64__) && !defined(PRODUCTS)
+    return 1; /* torch is faster than vectors of 16 floats in registers of 4 */
+#endif
     if (!has_fast()) return 1;
     const int64_t parts[] = {p->dim * FLOAT_QUERIES, KEYS * p->dim, KEYS * FLOAT_QUERIES, p->v_dim * FLOAT_QUERIES};
     const int64_t size = parts[0] + parts[1] + parts[2] + parts[3], tiles = (p->rows * (p->heads / p->kv_heads) + FLOAT_QUERIES - 1) / FLOAT_QUERIES;

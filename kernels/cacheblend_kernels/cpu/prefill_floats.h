@@ -23,8 +23,8 @@ INLINE int in_bfloat16(int way) { return way == PAIRS_OF_BFLOAT16 || way == MATR
 struct RoundedRows;
 
 typedef struct {
-    float *packed;               /* words [blocks, words, BLOCK], or null */
-    struct RoundedRows *rounded; /* [blocks, groups], or null */
+    float *packed;               /* words [blocks, words, BLOCK], if some weights are plain numbers */
+    struct RoundedRows *rounded; /* [blocks, groups], if some are multiplied in integers */
     int64_t first_row, rows, blocks, words, groups;
 } Packed;
 

@@ -18,7 +18,7 @@ typedef struct {
     float scales[GROUP / RUN], offsets[GROUP / 16]; /* of a run; of a run or of 16 values, see is_fine */
 } WholeWeights;
 
-/* Round at most 128 values of a row, and return their scale: NaN if a value is none. */
+/* Round at most 128 values of a row, and return their scale: NaN if a value is infinite or none. Values below 1e-34 become 0. */
 INLINE float round_span(const PrefillProduct *p, int64_t from, int64_t values, int16_t *numbers) {
     vec sizes = {0};
     veci none = {0};
