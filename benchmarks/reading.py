@@ -96,7 +96,7 @@ ABOUT = f"""\
 
 A full prefill, and collecting chunks of {CHUNK_TOKENS} tokens as `precompute` does, with GGUF files of Q4_K_M as
 published and random blocks in Qwen2.5-7B's shape (shape7b). In floats: the same with products in floats. Every run is a
-process of its own, in turns; medians. Computed for {CORES} cores: products and attention, which all threads share, take
+process of its own, in turns; medians of the runs in the last table. Computed for {CORES} cores: products and attention, which all threads share, take
 less time in proportion to the cores, and the rest stays as measured. By `benchmarks/reading.py`."""
 Run = dict[str, float]
 Runs = dict[str, list[Run]]  # by way

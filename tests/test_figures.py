@@ -34,6 +34,13 @@ def loaded(measure: str, case: str) -> float:
     return statistics.median(run[measure] for run in runs[f"{MODEL_15B} {case}"])
 
 
+def read_per_s() -> float:
+    """Median tokens per second of collecting with Qwen2.5-Coder-1.5B's file and AMX."""
+    [here] = result("benchmarks/results/reading.json")["machines"].values()
+    runs = here["runs"]["qwen2.5-coder-1.5b-instruct-q4_k_m"]["not limited"]["default"]
+    return statistics.median(run["collect_tokens"] / run["collect_s"] for run in runs)
+
+
 def to_first_character(row: str) -> float:
     """Median seconds from return, with SmolLM2."""
     machines = result("benchmarks/results/peers_start.json")["machines"]
@@ -68,6 +75,7 @@ FIGURES: dict[str, Callable[[], float]] = {
     "15 %": lambda: 100 * BlendParams().ratio,
     "1.6 s": lambda: loaded("first_s", "query .15"),
     "9.8 s": lambda: loaded("first_s", "full"),
+    "442 tokens": read_per_s,
     "16,384 tokens": lambda: on_h100("length", "full"),
     "210 ms": lambda: 1000 * on_h100("seconds", "query 0.15"),
     "505 ms": lambda: 1000 * on_h100("seconds", "full"),

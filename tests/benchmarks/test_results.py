@@ -12,8 +12,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGES = {
     "decode": "decode", "peers_files": "peers", "peers_start": "peers", "prefill": "prefill", "reading": "reading",
     "serve": "serve", "soak": "soak", "speculation": "speculation", "store": "store", "torture": "torture", "long_prompts": "prefill",
+    "prefill_float32": "prefill",
 }  # fmt: skip
 """Result -> its script."""
+OTHER_PAGES = {"long_prompts": "long_page", "prefill_float32": "float32_page"}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -21,7 +23,7 @@ def test_a_page_has_the_figures_of_its_json(name: str, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script, path = importlib.import_module(PAGES[name]), BENCHMARKS / "results" / f"{name}.json"
     result = json.loads(path.read_text(encoding="utf-8"))
-    page = script.long_page(result) if name == "long_prompts" else script.page(result)
+    page = getattr(script, OTHER_PAGES.get(name, "page"))(result)
     importlib.import_module("machine").save(result, tmp_path / path.name, page)
     assert (tmp_path / path.name).read_text() == path.read_text()
     assert (tmp_path / path.name).with_suffix(".md").read_text() == path.with_suffix(".md").read_text()
