@@ -35,6 +35,8 @@ from cacheblend_cli.model.locate import resolve_model
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("float_products")
+
 TOLERANCE = 1e-4
 RELATIVE_TOLERANCE = 5e-5  # float32 beside float64: Gemma 3 has 1.3e-5 or 1.8e-5, by the order of sums in its norms
 GEMMA = next(family for family in gguf_families.FAMILIES if family.name == "gemma")

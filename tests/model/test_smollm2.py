@@ -78,6 +78,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         setup.store.close()
 
 
+@pytest.mark.usefixtures("float_products")
 def test_the_file_is_read_as_transformers_reads_it_and_computes_what_it_computes(smollm2: Setup) -> None:
     assert FILE is not None
     config = AutoConfig.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
