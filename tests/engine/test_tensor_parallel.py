@@ -227,7 +227,8 @@ def test_a_gguf_file_an_adapter_and_a_float8_pool_are_divided_too(tmp_path: Path
             assert theirs.generated_ids == ours.generated_ids
             pairs = zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
             apart = max(abs(a.logprob - b.logprob) for a, b in pairs)
-            assert apart <= (0.1 if "kv_pool_dtype" in config else 2e-3)  # a code may be the next one
+            # a code of float8 may be the next one; rows over blocks are rounded in spans from a rank's first column on
+            assert apart <= (0.1 if "kv_pool_dtype" in config else 2e-3)
 
 
 def test_a_rank_has_half_of_the_weights(setup: RankSetup) -> None:

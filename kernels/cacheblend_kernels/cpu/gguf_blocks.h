@@ -263,7 +263,7 @@ FAST INLINE float scale_of_block(const int kind, const uint8_t *p, float *offset
     return both[0];
 }
 
-/* Unpack scales and offsets of a group. Of a K-quant with `whole`, only whole numbers, of which each scale is `common` times one. */
+/* Unpack scales and offsets of a group. whole: of a K-quant, scales are whole numbers, to be multiplied with `common`. */
 FAST INLINE void unpack_scales(const int kind, const uint8_t *p, Scales *s, const int whole, float *common) {
     const uint32_t nibble = 0x0f0f0f0f, pair = 0x03030303;
     const int size = block_bytes(kind);
