@@ -82,6 +82,11 @@ class MappedLinear:
             raise MemoryError("a matrix product has no memory for its scratch")
         return out
 
+    def silu_and_mul(self, x: Tensor) -> Tensor | None:
+        """Return silu(gate) * up of prompts, [num_rows, out / 2], without storing what it multiplies; None in decode
+        steps, and for a width that compiled code does not support. W: [gate, up]."""
+        return None if ROLE.decodes else compiled.prefill_product(x, self.table, self.bias, gated=True)
+
 
 class Embedding:
     """Rows of a matrix by token id. weight: [num_tokens, width]."""

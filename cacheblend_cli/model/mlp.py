@@ -11,9 +11,10 @@ from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
 from cacheblend_cli.model.host_memory import MOST_KEPT
+from cacheblend_cli.model.linear import MappedLinear
 from cacheblend_cli.model.module_weights import ModuleWeights
 
-LEAST_MLP_ROWS, MLP_ROWS = 256, 512  # every slice unpacks all weights
+LEAST_MLP_ROWS, MLP_ROWS = 256, 1024  # every slice unpacks all weights
 GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
 
 
@@ -28,12 +29,14 @@ class MLP:
         self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._gated, self._activation, self._kernels = weights.spec.gated_mlp, weights.spec.activation, weights.kernels
         self._up, self._down = weights.product("gate_up_proj"), weights.product("down_proj")
+        self._in_one = self._gated and not sparsity and self._activation == "silu" and isinstance(self._up, MappedLinear)
 
     def __call__(self, h: Tensor) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. Slices of rows keep the widest activations small."""
         most = GPU_MLP_ROWS
         if h.device.type == "cpu":  # the widest activations fit into memory that the C library keeps
-            most = max(LEAST_MLP_ROWS, min(MLP_ROWS, MOST_KEPT // (self._up.num_outputs * h.element_size())))
+            width = self._up.num_outputs // (2 if self._in_one else 1)
+            most = max(LEAST_MLP_ROWS, min(MLP_ROWS, MOST_KEPT // (width * h.element_size())))
         if h.shape[0] <= most:
             return self._rows(h)
         # slices of about equal size: a small last one is the least efficient
@@ -44,6 +47,8 @@ class MLP:
         return out
 
     def _rows(self, h: Tensor) -> Tensor:
+        if self._in_one and isinstance(self._up, MappedLinear) and (gated := self._up.silu_and_mul(h)) is not None:
+            return self._down(gated)
         up = self._up(h)
         if self._deviations is not None:
             gate, up = up.chunk(2, dim=-1)

@@ -30,7 +30,7 @@ from cacheblend_kernels.interface import (
 )
 from cacheblend_kernels.row_table import RowTable
 
-ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 9, 16, 256, 256, 32, 1024  # as in cpu/*.h
+ABI, LANES, CHUNK, MAX_DIM, MULTIPLE, MAX_CODES = 10, 16, 256, 256, 32, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
@@ -46,7 +46,7 @@ _GAIN = 1.4  # least gain of products in bf16 without AMX: there is rounding, an
 # The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
 _NORM, _GATE = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack
-_PREFILL_PRODUCT = Struct("5P3qf3i0P").pack
+_PREFILL_PRODUCT = Struct("5P3qf4i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
 _PREFILL, _DECODE = Struct("7P11q2f2i0P").pack, Struct("5P3qf4i0P").pack
 _RESTORING = Struct("4P3q2i0P").pack
@@ -142,9 +142,11 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
     return out
 
 
-def prefill_product(x: Tensor, table: RowTable, bias: Tensor | None = None, way: int | None = None) -> Tensor | None:
-    """factor * x W^T + bias for many rows, with the weights in the types of their file. A row's result depends neither
-    on other rows nor on the number of threads.
+def prefill_product(
+    x: Tensor, table: RowTable, bias: Tensor | None = None, way: int | None = None, *, gated: bool = False
+) -> Tensor | None:
+    """factor * x W^T + bias for many rows, with the weights in the types of their file; gated: `silu_and_mul` of it. A
+    row's result depends neither on other rows nor on the number of threads.
 
     x: [num_rows, width], fp32 or bf16; bias: [num_outputs] of x's dtype. way: to multiply (see cpu/prefill_floats.h),
     None for the best of this CPU. Weights are rounded to bf16 if products are; with integers, rows are rounded to 15
@@ -153,10 +155,13 @@ def prefill_product(x: Tensor, table: RowTable, bias: Tensor | None = None, way:
     code, kind, (num_rows, width) = library(), _TYPES.get(x.dtype), x.shape
     if code is None or kind is None or width != table.width or width % MULTIPLE or not x.is_cpu:
         return None
+    num_outputs = len(table)
+    if gated and num_outputs % (2 * LANES):
+        return None
     x, way = x.contiguous(), _best_way(x.dtype) if way is None else way
-    out, num_outputs = x.new_empty(num_rows, table.shape[0]), table.shape[0]
+    out = x.new_empty(num_rows, num_outputs // (2 if gated else 1))
     addresses = x.data_ptr(), table.addresses.data_ptr(), table.kinds.data_ptr(), 0 if bias is None else bias.data_ptr()
-    sizes = num_rows, width, num_outputs, table.factor, kind, torch.get_num_threads(), way
+    sizes = num_rows, width, num_outputs, table.factor, kind, torch.get_num_threads(), way, gated
     return None if way < 0 or code.cb_prefill_product(_PREFILL_PRODUCT(*addresses, out.data_ptr(), *sizes)) else out
 
 

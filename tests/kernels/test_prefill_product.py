@@ -111,6 +111,23 @@ def test_rows_of_several_kinds(way: int) -> None:
     assert torch.equal(product(x, table[5:99], None, way), out[:, 5:99])
 
 
+@pytest.mark.parametrize("num_outputs", [32, 224, 1600])  # 1600: in larger tiles
+def test_a_gated_product_is_the_product_gated(num_outputs: int, way: int) -> None:
+    kinds = (0, 8, 12, 14, 20)
+    table = RowTable.cat([table_of_bytes(rows_of(kind, num_outputs, 512)[0], kind, 512) for kind in kinds])
+    table = replace(table[torch.randperm(len(table))[:num_outputs]], factor=0.3)
+    dtype = torch.bfloat16 if way in BFLOAT16 else torch.float32
+    x, bias = torch.randn(75, 512).to(dtype), torch.randn(num_outputs).to(dtype)
+    whole = compiled.silu_and_mul(product(x, table, bias, way))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = compiled.prefill_product(x, table, bias, way, gated=True)
+        assert out is not None
+        assert whole is not None
+        assert torch.equal(out, whole)
+    assert compiled.prefill_product(x, table[: num_outputs - 2], None, way, gated=True) is None
+
+
 def test_bfloat16_rows_without_its_instructions(way: int) -> None:
     if way in BFLOAT16:
         pytest.skip("for CPUs without them")

@@ -1,13 +1,14 @@
 /* silu(gate) * up of an MLP. */
 
-/* Rows are [gate, up]; silu(gate) and the product are rounded. */
+/* silu(gate) is rounded, like the product. */
+INLINE vec gated(vec gate, vec up, int type) {
+    const vec e = exponential((vec)((vecu)gate | 0x80000000u)); /* e^-|gate| */
+    return as_type(gate * where(gate < 0, e, splat(1.f)) / (1.f + e), type) * up;
+}
 
+/* Rows are [gate, up]. */
 INLINE void gate_row(const void *x, void *out, int64_t dim, int type) {
-    for (int64_t i = 0; i < dim; i += LANES) {
-        const vec gate = load(x, i, type), e = exponential((vec)((vecu)gate | 0x80000000u)); /* e^-|gate| */
-        const vec silu = gate * where(gate < 0, e, splat(1.f)) / (1.f + e);
-        store(out, i, as_type(silu, type) * load(x, dim + i, type), type);
-    }
+    for (int64_t i = 0; i < dim; i += LANES) store(out, i, gated(load(x, i, type), load(x, dim + i, type), type), type);
 }
 
 CLONES static void gate_rows(const char *x, char *out, int64_t first, int64_t last, int64_t dim, int type) {

@@ -108,48 +108,43 @@ FAST static void unpack_weights(int kind, const uint8_t *row, int64_t first, int
 }
 #undef UNPACK
 
-/* Define NAME(sums, stride, weights, x, runs, kind, rows): sums [outputs, BLOCK] += weights x, for COUNT outputs of a kind, whose
-   WholeWeights are STRIDE floats apart. runs: of 32 values; `together` of them are added up as whole numbers; parts: offsets of a run. */
-#define ACCUMULATE_INTEGERS(NAME, FEATURES, COUNT, STEP)                                                                            \
-    FEATURES INLINE void NAME##_with(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs,         \
-                                     const int together, const int parts, const int vectors) {                                      \
-        const float *scales = weights + GROUP / 2, *offsets = scales + GROUP / RUN;                                                 \
-        const float(*of_values)[BLOCK] = parts == 2 ? x->sums_of_16 : x->sums;                                                      \
-        for (int64_t run = 0; run < runs; run += together) {                                                                        \
-            veci sum[COUNT][2];                                                                                                     \
-            EACH_SUM(COUNT) sum[i][j] = (veci){0};                                                                                  \
-            for (int64_t k = run * (RUN / 2); k < (run + together) * (RUN / 2); k++) {                                              \
-                vec right[2];                                                                                                       \
-                _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) right[j] = load(x->numbers[k], j * LANES, FLOAT32);       \
-                EACH_SUM(COUNT) sum[i][j] = STEP(sum[i][j], weights + i * STRIDE + k, right[j]);                                    \
-            }                                                                                                                       \
-            EACH_SUM(COUNT) {                                                                                                       \
-                const vec scale = load(x->scales[run * RUN / SPAN], j * LANES, FLOAT32) * everywhere(scales + i * STRIDE + run);    \
-                vec total = load(sums, i * stride + j * LANES, FLOAT32) + __builtin_convertvector(sum[i][j], vec) * scale;          \
-                _Pragma("GCC unroll 8") for (int k = 0; k < together * parts; k++)                                                  \
-                    total += everywhere(offsets + i * STRIDE + run * parts + k) * load(of_values[run * parts + k], j * LANES, FLOAT32); \
-                store(sums, i * stride + j * LANES, total, FLOAT32);                                                                \
-            }                                                                                                                       \
-        }                                                                                                                           \
-    }                                                                                                                               \
-    FEATURES static void NAME(float *sums, int64_t stride, const float *weights, const RoundedRows *x, int64_t runs, int kind,      \
-                              int64_t rows) {                                                                                       \
-        if (rows > LANES)                                                                                                           \
-            switch (kind) { EACH_FORM(NAME##_with, 2) }                                                                             \
-        else                                                                                                                        \
-            switch (kind) { EACH_FORM(NAME##_with, 1) }                                                                             \
+/* How many runs are added up as whole numbers: |weight * value| times their values stays below 2^31. */
+INLINE int runs_together(int kind) {
+    if (kind == Q2_K || kind == Q3_K || kind == Q4_K) return 4; /* |weight| <= 45, 128, 945 */
+    return kind == Q5_K ? 2 : 1; /* 1,953; 4,096 of Q6_K; other runs have scales of their own */
+}
+
+/* Define NAME(sums, weights, x, runs, together, rows): sums [COUNT, BLOCK] += scales * (numbers x), for WholeWeights of COUNT outputs that
+   are STRIDE floats apart. runs: of 32 values. */
+#define ACCUMULATE_INTEGERS(NAME, FEATURES, COUNT, STEP)                                                                                \
+    FEATURES INLINE void NAME##_with(float *sums, const float *weights, const RoundedRows *x, int64_t runs, int64_t together,           \
+                                     const int vectors) {                                                                               \
+        const float *scales = weights + GROUP / 2;                                                                                      \
+        for (int64_t run = 0; run < runs; run += together) {                                                                            \
+            veci sum[COUNT][2];                                                                                                         \
+            EACH_SUM(COUNT) sum[i][j] = (veci){0};                                                                                      \
+            _Pragma("GCC unroll 2") for (int64_t k = run * (RUN / 2); k < (run + together) * (RUN / 2); k++) {                          \
+                vec right[2];                                                                                                           \
+                _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) right[j] = load(x->numbers[k], j * LANES, FLOAT32);           \
+                EACH_SUM(COUNT) sum[i][j] = STEP(sum[i][j], weights + i * STRIDE + k, right[j]);                                        \
+            }                                                                                                                           \
+            vec by[2];                                                                                                                  \
+            _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) by[j] = load(x->scales[run * RUN / SPAN], j * LANES, FLOAT32);    \
+            EACH_SUM(COUNT) {                                                                                                           \
+                const vec scale = by[j] * everywhere(scales + i * STRIDE + run), before = load(sums, i * BLOCK + j * LANES, FLOAT32);   \
+                store(sums, i * BLOCK + j * LANES, before + __builtin_convertvector(sum[i][j], vec) * scale, FLOAT32);                  \
+            }                                                                                                                           \
+        }                                                                                                                               \
+    }                                                                                                                                   \
+    FEATURES static void NAME(float *sums, const float *weights, const RoundedRows *x, int64_t runs, int64_t together, int64_t rows) {  \
+        if (rows > LANES)                                                                                                               \
+            NAME##_with(sums, weights, x, runs, together, 2);                                                                           \
+        else                                                                                                                            \
+            NAME##_with(sums, weights, x, runs, together, 1);                                                                           \
     }
 #define EACH_SUM(COUNT) _Pragma("GCC unroll 16") for (int i = 0; i < COUNT; i++) _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++)
-/* How many runs are added up as whole numbers: |weight * value| times their values stays below 2^31. */
-#define EACH_FORM(NAME, vectors)                                                                                                    \
-    case Q2_K: NAME(sums, stride, weights, x, runs, 4, 2, vectors); break; /* |weight| <= 45 */                                     \
-    case Q3_K: NAME(sums, stride, weights, x, runs, 4, 0, vectors); break; /* 128 */                                                \
-    case Q4_K: NAME(sums, stride, weights, x, runs, 4, 1, vectors); break; /* 945 */                                                \
-    case Q5_K: NAME(sums, stride, weights, x, runs, 2, 1, vectors); break; /* 1,953 */                                              \
-    case Q4_1: case Q5_1: NAME(sums, stride, weights, x, runs, 1, 1, vectors); break;                                               \
-    default: NAME(sums, stride, weights, x, runs, 1, 0, vectors); break; /* each run has a scale of its own, or 4,096 */
 
-typedef void (*AccumulateIntegers)(float *, int64_t, const float *, const RoundedRows *, int64_t, int, int64_t);
+typedef void (*AccumulateIntegers)(float *, const float *, const RoundedRows *, int64_t, int64_t, int64_t);
 
 #ifdef AVX512
 #define STEP_VNNI(sum, w, x) (veci)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(x), (__m512i)everywhere(w))
@@ -176,32 +171,17 @@ static AccumulateIntegers accumulate_integers_of(int way) {
     return 0;
 }
 
-/* Add products of words word..word + depth - 1 of outputs first..first + count - 1, and a block of rows, to sums. An output's sums
-   depend on its own kind, not on its neighbours': fewer outputs of a kind than are computed together have sums apart. */
-static void accumulate_kinds(const PrefillProduct *p, const Packed *packed, float *sums, int64_t stride, const float *scratch,
-                             int64_t block, int64_t word, int64_t depth, int64_t first, int64_t count) {
-    const AccumulateIntegers integers = accumulate_integers_of(p->way);
-    const RoundedRows *x = packed->rounded + block * packed->groups + word / GROUP;
-    const float *numbers = packed->packed + (block * packed->words + word) * BLOCK;
-    const int64_t rows = packed->rows - block * BLOCK;
-    float apart[OUTPUTS_TOGETHER * BLOCK] = {0};
-    for (int64_t i = 0, same; i < count; i += same) {
-        const int kind = p->kinds[first + i];
-        for (same = 1; same < OUTPUTS_TOGETHER && i + same < count && p->kinds[first + i + same] == kind; same++) continue;
-        const int few = same < OUTPUTS_TOGETHER;
-        const int64_t step = few ? BLOCK : stride;
-        float *to = few ? apart : sums + i * stride;
-        for (int64_t j = 0; few && j < same; j++) memcpy(to + j * BLOCK, sums + (i + j) * stride, BLOCK * sizeof(float));
-        if (block_values(kind) == 1)
-            accumulate_floats(to, step, scratch + i * STRIDE, numbers, depth, OUTPUTS_TOGETHER, rows);
-        else
-            integers(to, step, scratch + i * STRIDE, x, depth / RUN, kind, rows);
-        for (int64_t j = 0; few && j < same; j++) memcpy(sums + (i + j) * stride, to + j * BLOCK, BLOCK * sizeof(float));
-    }
+/* sums [OUTPUTS_TOGETHER, BLOCK] += weights x, for outputs of a kind: WholeWeights that are STRIDE floats apart, of a group or less. */
+static void accumulate_codes(const PrefillProduct *p, float *sums, const float *weights, const RoundedRows *x, int64_t values, int kind,
+                             int64_t rows) {
+    const float *offsets = weights + offsetof(WholeWeights, offsets) / sizeof(float);
+    accumulate_integers_of(p->way)(sums, weights, x, values / RUN, runs_together(kind), rows);
+    if (has_offsets(kind) && is_fine(kind)) accumulate_floats(sums, offsets, x->sums_of_16[0], values / 16, rows);
+    if (has_offsets(kind) && !is_fine(kind)) accumulate_floats(sums, offsets, x->sums[0], values / RUN, rows);
 }
 #else
 typedef struct RoundedRows { float none; } RoundedRows;
 #define unpack_weights(...) ((void)0)
 #define round_block(...) ((void)0)
-#define accumulate_kinds(...) ((void)0)
+#define accumulate_codes(...) ((void)0)
 #endif

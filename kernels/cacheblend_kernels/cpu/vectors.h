@@ -82,7 +82,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 9 }; /* version of the functions and structures, as in compiled.py */
+enum { ABI = 10 }; /* version of the functions and structures, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
