@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels.torch_backend import ACTIVATIONS
+from cacheblend_kernels.torch_backend import ACTIVATIONS, TorchBackend
 from torch import Tensor
 
 from cacheblend_cli.model.host_memory import MOST_KEPT
@@ -29,13 +29,14 @@ class MLP:
         self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._gated, self._activation, self._kernels = weights.spec.gated_mlp, weights.spec.activation, weights.kernels
         self._up, self._down = weights.product("gate_up_proj"), weights.product("down_proj")
-        self._in_one = self._gated and not sparsity and self._activation == "silu" and isinstance(self._up, MappedLinear)
+        gates = self._gated and not sparsity and self._activation == "silu" and isinstance(self._kernels, TorchBackend)
+        self._in_one = self._up if gates and isinstance(self._up, MappedLinear) else None  # product and activation
 
     def __call__(self, h: Tensor) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. Slices of rows keep the widest activations small."""
         most = GPU_MLP_ROWS
         if h.device.type == "cpu":  # the widest activations fit into memory that the C library keeps
-            width = self._up.num_outputs // (2 if self._in_one else 1)
+            width = self._up.num_outputs if self._in_one is None else self._up.num_outputs // 2
             most = max(LEAST_MLP_ROWS, min(MLP_ROWS, MOST_KEPT // (width * h.element_size())))
         if h.shape[0] <= most:
             return self._rows(h)
@@ -47,7 +48,7 @@ class MLP:
         return out
 
     def _rows(self, h: Tensor) -> Tensor:
-        if self._in_one and isinstance(self._up, MappedLinear) and (gated := self._up.silu_and_mul(h)) is not None:
+        if self._in_one is not None and (gated := self._in_one.silu_and_mul(h)) is not None:
             return self._down(gated)
         up = self._up(h)
         if self._deviations is not None:

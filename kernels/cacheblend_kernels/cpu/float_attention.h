@@ -22,6 +22,7 @@ FAST INLINE void multiply_floats(float *sums, const float *a, int64_t row_step, 
         const float *left = a + i * row_step;
         for (int64_t k = 0; k < n; k++, left += step) {
             vec right[FLOAT_VECTORS];
+            if (step > 1) __builtin_prefetch(left + 12 * step); /* V's rows are apart */
             _Pragma("GCC unroll 3") for (int j = 0; j < FLOAT_VECTORS; j++) right[j] = load(b, k * FLOAT_QUERIES + j * LANES, FLOAT32);
             _Pragma("GCC unroll 8") for (int row = 0; row < FLOAT_ROWS; row++) {
                 const vec one = everywhere(left + row * row_step);
@@ -67,14 +68,17 @@ FAST static void attend_floats(const Prefill *p, int64_t kv_head, int64_t first,
     const float *q = (const float *)p->q, *all_k = (const float *)p->k, *all_v = (const float *)p->v;
     veci position[FLOAT_VECTORS];
     vec most[FLOAT_VECTORS], total[FLOAT_VECTORS], factors[FLOAT_VECTORS];
+    const float *own[FLOAT_QUERIES];
     for (int t = 0; t < FLOAT_QUERIES; t++) { /* lanes after the last query repeat that query */
         const int64_t query = first + (t < count ? t : count - 1), head = kv_head * group + query % group;
-        for (int64_t d = 0; d < dim; d++) w->queries[d * FLOAT_QUERIES + t] = q[query / group * p->q_stride + head * dim + d] * p->scale;
+        own[t] = q + query / group * p->q_stride + head * dim;
         position[t / LANES][t % LANES] = (int32_t)p->positions[query / group];
         const int sinks = p->sinks && p->sinks[head] > -1e30f;
         most[t / LANES][t % LANES] = sinks ? p->sinks[head] : -1e30f; /* finite: differences are not NaN */
         total[t / LANES][t % LANES] = sinks ? 1 : 0;
     }
+    for (int64_t d = 0; d < dim; d++)
+        for (int t = 0; t < FLOAT_QUERIES; t++) w->queries[d * FLOAT_QUERIES + t] = own[t][d] * p->scale;
     memset(w->sums, 0, v_dim * FLOAT_QUERIES * sizeof(float));
     const int64_t lowest = p->positions[first / group], highest = p->positions[(first + count - 1) / group], window = p->window;
     for (int64_t start = window && lowest >= window ? (lowest - window + 1) / KEYS * KEYS : 0; start <= highest; start += KEYS) {
@@ -93,7 +97,8 @@ FAST static void attend_floats(const Prefill *p, int64_t kv_head, int64_t first,
     }
     for (int t = 0; t < count; t++) {
         float *out = (float *)p->out + ((first + t) / group * p->heads + kv_head * group + (first + t) % group) * v_dim;
-        for (int64_t d = 0; d < v_dim; d++) out[d] = w->sums[d * FLOAT_QUERIES + t] / total[t / LANES][t % LANES];
+        const float by = 1 / total[t / LANES][t % LANES];
+        for (int64_t d = 0; d < v_dim; d++) out[d] = w->sums[d * FLOAT_QUERIES + t] * by;
     }
 }
 

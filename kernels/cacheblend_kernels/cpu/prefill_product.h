@@ -128,7 +128,8 @@ int cb_prefill_product(const PrefillProduct *p) {
         *(values == 1 || p->way < INTEGERS ? &numbers : &codes) = 1;
     }
     const int64_t words = in_bfloat16(p->way) ? p->width / 2 : p->width, size = tile_of(p), tiles = (p->outputs + size - 1) / size;
-    const int64_t most = p->num_rows < MOST_ROWS_AT_ONCE ? p->num_rows : MOST_ROWS_AT_ONCE, blocks = (most + BLOCK - 1) / BLOCK;
+    const int64_t passes = (p->num_rows + MOST_ROWS_AT_ONCE - 1) / MOST_ROWS_AT_ONCE, share = passes ? p->num_rows / passes : 0;
+    const int64_t blocks = share / BLOCK + 1, most = blocks * BLOCK; /* about equal passes: each unpacks all weights */
     const int64_t groups = (p->width + GROUP - 1) / GROUP, of_groups = codes ? blocks * groups * (int64_t)(sizeof(RoundedRows) / 4) : 0;
     const int64_t of_words = numbers ? blocks * BLOCK * words : 0;
     const int64_t of_sums = blocks * size * BLOCK, of_thread = of_sums + (size + OUTPUTS_TOGETHER) * STRIDE;
