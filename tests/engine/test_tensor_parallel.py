@@ -193,7 +193,7 @@ def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(
     engine = setup.engine(2)
     with setup.store(engine) as store:
         [expected] = answers(engine, store)[1:2]
-        # closing any file of lock.mdb would end this process's fcntl lock on it, and a rank that opens the store reset it
+        # reading lock.mdb would end this process's lock on it when it is closed, and a rank would reset it
         copy = shutil.copytree(store.path, setup.path / "copy", ignore=shutil.ignore_patterns("lock.mdb"))
         manifest = store.get_chunk(keys_of(store)[2])
         assert manifest is not None
