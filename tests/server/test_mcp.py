@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from omitting import leave_out
 from cacheblend_cli.claims import LookedUp
 from cacheblend_cli.claims.passages import Place
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.server import background
 from cacheblend_cli.settings import Settings
@@ -210,9 +212,16 @@ def test_keys_and_tenants_over_http(start: Callable[..., Any]) -> None:
     assert through(over_http(server, "bob-key-000000"), ids) == []
 
 
-def test_a_client_that_leaves_ends_its_answer(server: Any) -> None:
+def test_a_client_that_leaves_ends_its_answer(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"question": "who?", "max_tokens": 900, "documents": [{"text": PARROT}]}
     params = {"name": "ask", "arguments": arguments}
+    left, step = threading.Event(), EngineCore.step
+
+    def held(core: EngineCore) -> Any:
+        assert left.wait(60)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", held)
     with pytest.raises(httpx.ReadTimeout):
         server.client.post(
             "/mcp",
@@ -220,8 +229,12 @@ def test_a_client_that_leaves_ends_its_answer(server: Any) -> None:
             headers={"Accept": "application/json, text/event-stream"},
             timeout=0.05,
         )
-    while server.state.active or server.state.engine.service.stats().running:
+    while server.state.active:
         pass
+    left.set()
+    while (stats := server.state.engine.service.stats()).running:
+        pass
+    assert not stats.finished
 
 
 def test_an_engine_is_started_at_the_first_call(cli: Cli, model: Any) -> None:

@@ -79,11 +79,11 @@ CLONES static void pack_blocks(const PrefillProduct *p, const Packed *packed, in
 /* Define NAME(sums, weights, x, words, rows): sums [COUNT, BLOCK] += weights [COUNT, words] x [words, BLOCK]. STEP adds the products of
    one word. Blocks of up to LANES rows have one vector instead of two. */
 #define ACCUMULATE(NAME, FEATURES, COUNT, STEP)                                                                                \
-    FEATURES INLINE void NAME##_with(float *sums, const float *weights, const float *x, int64_t words,         \
+    FEATURES INLINE void NAME##_with(float *sums, const float *weights, const float *x, int64_t words,                         \
                                      const int vectors) {                                                                      \
         vec sum[COUNT][2];                                                                                                     \
         _Pragma("GCC unroll 16") for (int i = 0; i < COUNT; i++) _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++)     \
-            sum[i][j] = load(sums, i * BLOCK + j * LANES, FLOAT32);                                                           \
+            sum[i][j] = load(sums, i * BLOCK + j * LANES, FLOAT32);                                                            \
         for (int64_t k = 0; k < words; k++, x += BLOCK) {                                                                      \
             vec right[2];                                                                                                      \
             _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) right[j] = load(x, j * LANES, FLOAT32);                  \
@@ -91,7 +91,7 @@ CLONES static void pack_blocks(const PrefillProduct *p, const Packed *packed, in
                 sum[i][j] = STEP(sum[i][j], weights[i * STRIDE + k], right[j]);                                                \
         }                                                                                                                      \
         _Pragma("GCC unroll 16") for (int i = 0; i < COUNT; i++) _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++)     \
-            store(sums, i * BLOCK + j * LANES, sum[i][j], FLOAT32);                                                           \
+            store(sums, i * BLOCK + j * LANES, sum[i][j], FLOAT32);                                                            \
     }                                                                                                                          \
     FEATURES static void NAME(float *sums, const float *weights, const float *x, int64_t words, int64_t rows) {                \
         if (rows > LANES)                                                                                                      \

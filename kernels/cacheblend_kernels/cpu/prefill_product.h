@@ -96,18 +96,21 @@ CLONES static void finish_tile(const PrefillProduct *p, const Packed *x, const f
    have sums apart. */
 static void accumulate_tile(const PrefillProduct *p, const Packed *x, Accumulate accumulate, float *sums, const float *scratch,
                             int64_t block, int64_t word, int64_t depth, int64_t first, int64_t count) {
-    const int64_t rows = x->rows - block * BLOCK, last = block + 1 == x->blocks, then = !last ? word : word + depth < x->words ? word + depth : 0;
-    const float *numbers = x->packed + (block * x->words + word) * BLOCK, *next = x->packed + ((last ? 0 : block + 1) * x->words + then) * BLOCK;
+    const int64_t rows = x->rows - block * BLOCK, next_block = block + 1 < x->blocks ? block + 1 : 0;
+    const int64_t next_word = next_block ? word : word + depth < x->words ? word + depth : 0;
+    const float *numbers = x->packed + (block * x->words + word) * BLOCK;
     const RoundedRows *rounded = x->rounded + block * x->groups + word / GROUP;
-    int64_t size = p->way == MATRICES_OF_BFLOAT16 ? 0 : DEPTH * BLOCK * sizeof(float); /* a matrix takes less time than fetching would */
-    if (p->way >= INTEGERS) next = (const float *)(x->rounded + (last ? 0 : block + 1) * x->groups + then / GROUP), size = sizeof(RoundedRows);
+    const char *next = (const char *)(x->packed + (next_block * x->words + next_word) * BLOCK);
+    int64_t size = DEPTH * BLOCK * sizeof(float);
+    if (p->way >= INTEGERS) next = (const char *)(x->rounded + next_block * x->groups + next_word / GROUP), size = sizeof(RoundedRows);
+    if (p->way == MATRICES_OF_BFLOAT16) size = 0; /* fetching takes longer than it saves */
     const int64_t together = p->way == MATRICES_OF_BFLOAT16 ? OUTPUTS_OF_MATRICES : OUTPUTS_TOGETHER;
     float apart[OUTPUTS_TOGETHER * BLOCK] = {0};
     for (int64_t i = 0, same = together; i < count; i += same) {
         const int kind = p->kinds[weights_of(p, first + i)];
         for (same = p->way >= INTEGERS ? 1 : together; same < together && i + same < count; same++)
             if (p->kinds[weights_of(p, first + i + same)] != kind) break;
-        for (int64_t at = size * i / count; at < size * (i + same) / count; at += 64) __builtin_prefetch((const char *)next + at, 0, 2);
+        for (int64_t at = size * i / count; at < size * (i + same) / count; at += 64) __builtin_prefetch(next + at, 0, 2);
         float *to = same < together ? memcpy(apart, sums + i * BLOCK, same * BLOCK * sizeof(float)) : sums + i * BLOCK;
         if (p->way >= INTEGERS && block_values(kind) > 1)
             accumulate_codes(p, to, scratch + i * STRIDE, rounded, depth, kind, rows);
