@@ -17,12 +17,13 @@ static Accumulate accumulate_of(int way) {
     return way == FLOATS ? accumulate_floats : 0;
 }
 
-/* Return the products [rows, outputs] of LANES rows with LANES outputs or fewer, from sums [tile, BLOCK]. */
-INLINE void finish_lanes(const PrefillProduct *p, const float *sums, int64_t weights, int64_t outputs, vec y[LANES]) {
+/* Return the products [rows, outputs] of LANES rows with LANES outputs or fewer, from sums [tile, BLOCK]. first: the outputs' first row of
+   weights. */
+INLINE void finish_lanes(const PrefillProduct *p, const float *sums, int64_t first, int64_t outputs, vec y[LANES]) {
     vec bias = {0};
-    if (p->bias && outputs == LANES) bias = load(p->bias, weights, p->type);
+    if (p->bias && outputs == LANES) bias = load(p->bias, first, p->type);
     if (p->bias && outputs < LANES)
-        for (int i = 0; i < outputs; i++) bias[i] = value_at(p->bias, weights + i, p->type);
+        for (int i = 0; i < outputs; i++) bias[i] = value_at(p->bias, first + i, p->type);
     for (int i = 0; i < LANES; i++) y[i] = load(sums, i * BLOCK, FLOAT32);
     transpose(y);
     for (int i = 0; i < LANES; i++) y[i] = y[i] * p->factor + bias;
