@@ -10,12 +10,17 @@ from cacheblend_kernels.interface import (
     Regressed,
     RegressionPrior,
     Slots,
+    StagedChunk,
+    StagedTensor,
     StoredKV,
+    StoredLayers,
+    layers_table,
 )  # fmt: skip
 from cacheblend_kernels.registry import BACKENDS, fallback_reason, missing_for, select_backend
 from cacheblend_kernels.row_table import RowTable
 
 __all__ = [
     "BACKENDS", "AttentionMetadata", "AttentionParams", "KernelBackend", "KernelError", "LatentHeads", "LayerCache",
-    "Regressed", "RegressionPrior", "RowTable", "Slots", "StoredKV", "fallback_reason", "missing_for", "select_backend",
+    "Regressed", "RegressionPrior", "RowTable", "Slots", "StagedChunk", "StagedTensor", "StoredKV", "StoredLayers",
+    "fallback_reason", "layers_table", "missing_for", "select_backend",
 ]  # fmt: skip

@@ -6,9 +6,12 @@ Queries are *rows*: ``[num_rows, num_heads, head_dim]``, each with a position in
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +72,55 @@ class StoredKV:
         """Bits per code of K and of V; 0 for values that are not codes."""
         k, v = (0 if x is None else x.shape[0].bit_length() - 1 for x in (self.k_levels, self.v_levels))
         return k, v
+
+
+class StagedTensor(NamedTuple):
+    """A tensor of a chunk at the first of several layers, in a buffer."""
+
+    start: int  # byte
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def at(self, data: Tensor, offset: int) -> Tensor:
+        """Return the tensor as a view of data [num_bytes] uint8. offset: bytes from the first layer to another one."""
+        num_bytes, start = math.prod(self.shape) * self.dtype.itemsize, self.start + offset
+        return data[start : start + num_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class StagedChunk:
+    """A chunk's tensors in a buffer, named and shaped as in `StoredKV`, but with all stored heads."""
+
+    tensors: Mapping[str, StagedTensor]
+    layer_bytes: int  # from a layer to the next one
+
+    @property
+    def num_rows(self) -> int:
+        return self.tensors["k"].shape[0]
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """Unrotated K and V of several chunks of one stored format, at adjacent layers of one shape, in one buffer."""
+
+    data: Tensor  # [num_bytes] uint8
+    chunks: tuple[StagedChunk, ...]
+    table: Tensor  # [num_chunks, 7] int64, `layers_table(chunks)` on the device of data
+    row_chunks: Tensor  # [num_rows] int32, index of each row's chunk
+    k_levels: Tensor | None = None  # as in `StoredKV`
+    v_levels: Tensor | None = None
+    first_head: int = 0  # of the stored heads that the caches hold
+
+
+def layers_table(chunks: Sequence[StagedChunk]) -> list[list[int]]:
+    """Return, for each chunk, its first row, the first bytes of k, v, k_scale, v_scale and k_mean (0: not stored), and
+    the bytes of a layer."""
+    names, rows, first = ("k", "v", "k_scale", "v_scale", "k_mean"), [], 0
+    for chunk in chunks:
+        starts = [chunk.tensors[name].start if name in chunk.tensors else 0 for name in names]
+        rows.append([first, *starts, chunk.layer_bytes])
+        first += chunk.num_rows
+    return rows
 
 
 PLANES = {7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
@@ -244,6 +296,22 @@ class KernelBackend(ABC):
     @abstractmethod
     def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
         """Write stored K and V into the pool: dequantise, rotate K to its new positions in fp32, cast, scatter."""
+
+    def load_layers(self, stored: StoredLayers, caches: Sequence[LayerCache], slots: Slots) -> None:
+        """`load_kv` of every chunk at every layer. caches: of the adjacent layers, in order, with one shape and dtype;
+        slots: of all rows, chunk after chunk, the same at every layer."""
+        heads = slice(stored.first_head, stored.first_head + caches[0].k.shape[2])
+        firsts = [first for first, *_ in layers_table(stored.chunks)]
+        for layer, cache in enumerate(caches):
+            for chunk, first in zip(stored.chunks, firsts, strict=True):
+                found = {name: t.at(stored.data, layer * chunk.layer_bytes) for name, t in chunk.tensors.items()}
+                own = {
+                    name: (t[None, heads] if t.dim() == 1 else t[:, heads]).contiguous() for name, t in found.items()
+                }
+                rows = slice(first, first + chunk.num_rows)
+                run = slots.first_slot + first if slots.first_slot >= 0 else -1
+                where = Slots(slots.slots[rows], slots.cos[rows], slots.sin[rows], run)
+                self.load_kv(StoredKV(**own, k_levels=stored.k_levels, v_levels=stored.v_levels), cache, where)
 
     @abstractmethod
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
