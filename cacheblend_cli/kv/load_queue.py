@@ -49,15 +49,20 @@ class LoadQueue:
 
     def wait(self, layer: int) -> None:
         """Return when the whole layer is loaded. Raises the error that stopped the queue."""
-        complete = False
-        while not complete:
+        while not self.is_ready(layer):
             with self._changed:
                 self._changed.wait_for(lambda: self._error is not None or self._left or self._missing[layer] == 0)
-                if self._error is not None:
-                    raise self._error
-                complete, left, self._left = self._missing[layer] == 0, self._left, []
-            for rest in left:
-                rest()
+
+    def is_ready(self, layer: int) -> bool:
+        """Run the rest of arrived parts, which later parts may wait for, and return whether the whole layer is loaded.
+        Raises the error that stopped the queue."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            complete, left, self._left = self._missing[layer] == 0, self._left, []
+        for rest in left:
+            rest()
+        return complete
 
 
 @cache

@@ -44,6 +44,7 @@ class KVLoader:
     """
 
     num_bytes = 0  # read from the source
+    next_layer = 0  # after the one that was waited for last
     bad: BadChunk | None = None  # with tensor parallelism, a chunk that this rank could not read; its KV is zeros
 
     @property
@@ -72,6 +73,10 @@ class KVLoader:
     def wait(self, layer: int) -> None:
         """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, except with tensor
         parallelism."""
+
+    def is_ready(self, layer: int) -> bool:
+        """Return whether `wait` returns without blocking the host."""
+        return True
 
 
 class StoredLoader(KVLoader):
@@ -135,6 +140,10 @@ class StoredLoader(KVLoader):
         self._transfer.arrive(layer)
         self._queue.wait(layer)
         self._transfer.join(layer)
+        self.next_layer = layer + 1
+
+    def is_ready(self, layer: int) -> bool:
+        return self._queue.is_ready(layer)
 
     @torch.inference_mode()  # inference mode is per thread, and the pool may be an inference tensor
     def _work(self, reader: ChunkReader) -> None:

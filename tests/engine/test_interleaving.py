@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
+from held_store import HeldStore
 
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.core import executor
@@ -99,8 +100,8 @@ def test_a_step_ends_before_the_layer_that_would_be_late(stored: StoredEngine, m
     monkeypatch.setattr(executor, "perf_counter", itertools.count().__next__)  # a layer takes a second
     prefill, calls = driver.core.worker.prefill, list[list[PrefillResult]]()
 
-    def count(numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
-        calls.append(prefill(numbers, max_rows))
+    def count(numbers: Sequence[int], max_rows: int, waits: bool) -> list[PrefillResult]:
+        calls.append(prefill(numbers, max_rows, waits))
         return calls[-1]
 
     monkeypatch.setattr(driver.core.worker, "prefill", count)
@@ -108,6 +109,26 @@ def test_a_step_ends_before_the_layer_that_would_be_late(stored: StoredEngine, m
     until_paused(driver, state, times=1)
     assert len(calls) == 2
     driver.run()
+
+
+@pytest.mark.parametrize("name", ["query", "hkvd"])
+def test_a_stream_goes_on_while_a_layer_of_a_prompt_is_read(stored: StoredEngine, name: str) -> None:
+    question, stream = asked(stored, BLENDS[name]), stored.question("what keeps the parrot?", max_tokens=60)
+    expected = [CoreDriver(stored, LIMITS).ask(ask) for ask in (stream, question)]
+    store = HeldStore(stored.store)
+    driver = CoreDriver(replace(stored, store=store), LIMITS, prefill_s=60.0)
+    streaming, _ = driver.arrive(stream)
+    until_text(driver, streaming)
+    store.hold_from(LAYERS // 2)
+    listener, state = driver.arrive(question)
+    before = tokens_of(driver, 0)
+    for _ in range(20):
+        driver.step()
+    assert tokens_of(driver, 0) == before + 10
+    assert paused(driver, state)
+    store.let_go()
+    driver.run()
+    assert [ids_of(streaming), ids_of(listener)] == expected
 
 
 def tokens_of(driver: CoreDriver, number: int) -> int:

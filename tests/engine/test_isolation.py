@@ -123,8 +123,8 @@ def test_a_failed_launch_of_several_prompts_is_logged_and_counted(
     driver = CoreDriver(stored, BATCH)
     prefill = driver.core.worker.prefill
 
-    def fails(numbers: list[int], max_rows: int) -> Any:
-        return fail() if len(numbers) > 1 else prefill(numbers, max_rows)
+    def fails(numbers: list[int], max_rows: int, waits: bool) -> Any:
+        return fail() if len(numbers) > 1 else prefill(numbers, max_rows, waits)
 
     driver.core.worker.prefill = fails  # type: ignore[method-assign, assignment]
     listeners = [driver.arrive(question)[0] for question in asked]

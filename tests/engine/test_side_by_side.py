@@ -250,16 +250,16 @@ def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(stored: StoredEngine
     driver, listeners, expected = two_short_prompts(stored)
     worker = driver.core.worker
 
-    def fails(numbers: list[int], max_rows: int) -> list[PrefillResult]:
+    def fails(numbers: list[int], max_rows: int, waits: bool) -> list[PrefillResult]:
         if len(numbers) == 1:
-            return type(worker).prefill(worker, numbers, max_rows)
+            return type(worker).prefill(worker, numbers, max_rows, waits)
         prefill = worker._prefills[numbers[0]]
 
         def wait(layer: int) -> None:
             raise BadChunk(stored.keys[0], "it was damaged")
 
         prefill._loader.wait = wait  # type: ignore[method-assign]
-        return type(worker).prefill(worker, numbers, max_rows)
+        return type(worker).prefill(worker, numbers, max_rows, waits)
 
     worker.prefill = fails  # type: ignore[method-assign, assignment]
     driver.run()
@@ -274,13 +274,13 @@ def test_prompts_of_a_launch_that_failed_late_are_computed_alone(stored: StoredE
     driver, listeners, expected = two_short_prompts(stored)
     worker = driver.core.worker
 
-    def fails(numbers: list[int], max_rows: int) -> list[PrefillResult]:
+    def fails(numbers: list[int], max_rows: int, waits: bool) -> list[PrefillResult]:
         if len(numbers) == 1:
-            return type(worker).prefill(worker, numbers, max_rows)
+            return type(worker).prefill(worker, numbers, max_rows, waits)
         last = worker._prefills[numbers[-1]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(last, "_computed", lambda *given: 1 / 0)  # the first has its output then
-            return type(worker).prefill(worker, numbers, max_rows)
+            return type(worker).prefill(worker, numbers, max_rows, waits)
 
     worker.prefill = fails  # type: ignore[method-assign, assignment]
     driver.run()

@@ -53,10 +53,10 @@ class Leader(Worker):
         self.other.begin(sent(given), source)
         super().begin(given, source, on_logits)
 
-    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
+    def prefill(self, numbers: Sequence[int], max_rows: int, waits: bool = True) -> list[PrefillResult]:
         if len(numbers) > 1:
             self.calls.add("prefill of several")
-        ours = super().prefill(numbers, max_rows)
+        ours = super().prefill(numbers, max_rows)  # waits, as on several ranks: KV arrives at both at different times
         theirs = self.other.prefill(sent([*numbers], list[int]), sent(max_rows))
         for own, other in zip(ours, theirs, strict=True):
             assert (own.num_filled, own.is_done) == (other.num_filled, other.is_done)

@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
-from engine_driver import CoreDriver, StoredEngine, ids_of
+from engine_driver import CoreDriver, Listener, StoredEngine, ids_of
 from fake_gpu import FakeGpu
 from gpu_engine import Setup, check_waits, engine_gpu, use_pool
+from held_store import HeldStore
 
-from cacheblend_cli.engine.core.sequence import SequenceStatus
+from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.kv.loader import StoredLoader
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 ALLOWED_WAITS = {"layers": 0, "decode": 0}
@@ -111,3 +114,125 @@ def test_several_answers_to_one_question_share_blocks(tmp_path: Path) -> None:
         ask = replace(ask, sampling=replace(ask.sampling, n=3, temperature=1.0, seed=5, max_tokens=20))
         assert answers(on_gpu, [ask]) == answers(on_cpu, [ask])
         check(gpu)
+
+
+def held_engine(on_gpu: StoredEngine, limits: Limits = LIMITS) -> tuple[HeldStore, CoreDriver]:
+    """A driver over a store whose reads can be held."""
+    store = HeldStore(on_gpu.store)
+    return store, CoreDriver(replace(on_gpu, store=store), limits)
+
+
+def let_go_where_the_engine_waits(store: HeldStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let reads go that the engine waits for. Returns the names of the methods that did."""
+    waits = list[str]()
+
+    def lets_go(name: str) -> None:
+        method = getattr(StoredLoader, name)
+
+        def replaced(loader: StoredLoader, *args: int) -> None:
+            waits.append(name)
+            store.let_go()
+            method(loader, *args)
+
+        monkeypatch.setattr(StoredLoader, name, replaced)
+
+    lets_go("wait")
+    lets_go("close")
+    return waits
+
+
+@pytest.mark.parametrize("selector", ["query", "hkvd"])
+def test_an_answer_goes_on_while_a_layer_of_a_prompt_is_read(selector: str, tmp_path: Path) -> None:
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        stream = AskRequest("who?", [], BlendParams(mode="full"), replace(GREEDY, max_tokens=60))
+        ask = AskRequest("where is it?", on_gpu.keys, BlendParams(ratio=0.3, selector=selector), GREEDY)
+        store, driver = held_engine(on_gpu)
+        streaming, streamed = driver.arrive(stream)
+        while not streamed.num_started:
+            driver.step()
+        for layer in range(3):
+            store.hold_from(layer)
+            if not layer:
+                listener, state = driver.arrive(ask)
+            before = len(streamed.outputs[0].out.token_ids)
+            for _ in range(10):
+                driver.step()
+            assert len(streamed.outputs[0].out.token_ids) - before >= 4
+            assert not state.num_started
+        store.let_go()
+        driver.run()
+        check(gpu)
+        assert [ids_of(streaming), ids_of(listener)] == answers(on_cpu, [stream, ask])
+
+
+def test_a_prompt_alone_waits_for_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        store, driver = held_engine(on_gpu)
+        waits = let_go_where_the_engine_waits(store, monkeypatch)
+        store.hold_from(0)
+        [ask] = questions(on_gpu.keys, 1)
+        listener, _ = driver.arrive(ask)
+        driver.step()
+        assert "wait" in waits
+        driver.run()
+        check(gpu)
+        assert [ids_of(listener)] == answers(on_cpu, [ask])
+
+
+def test_the_next_prompt_loads_while_one_is_computed(tmp_path: Path) -> None:
+    """It is computed afterwards, whatever its priority."""
+    limits = replace(LIMITS, max_rows=16)  # a prompt takes several steps
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        keys = on_gpu.keys
+        asks = [replace(ask, keys=own) for ask, own in zip(questions(keys, 3), (keys[:2], keys[2:], keys), strict=True)]
+        store, driver = held_engine(on_gpu, limits)
+        arrived = [driver.arrive(asks[0], priority=1)]
+        while not driver.core.worker._paused:
+            driver.step()
+        arrived += [driver.arrive(ask) for ask in asks[1:]]
+        driver.step()
+        assert store.begins(keys[2])
+        assert [state.sequences[0].prefilling for _, state in arrived] == [True, True, False]
+        assert driver.core.worker._paused
+        while not arrived[0][1].num_started:
+            driver.step()
+            assert not arrived[1][1].num_started
+        driver.run()
+        check(gpu)
+        assert [ids_of(listener) for listener, _ in arrived] == answers(on_cpu, asks, limits)
+
+
+def test_a_prompt_with_nothing_to_load_begins_when_it_finds_the_one_before_it(tmp_path: Path) -> None:
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        ask = AskRequest("where is it?", on_gpu.keys, BlendParams(mode="full"), GREEDY)
+        driver = CoreDriver(on_gpu, replace(LIMITS, enable_prefix_caching=True, max_rows=16))
+        first, second = driver.arrive(ask)[0], driver.arrive(ask)[0]
+        driver.run()
+        check(gpu)
+        assert second.done().answers[0].prefix_cache_tokens >= 16
+        assert ids_of(first) == ids_of(second) == answers(on_cpu, [ask])[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_answers_do_not_depend_on_when_layers_are_read(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions that come at random, of other priorities, some of which are cancelled, in a pool that is too small for
+    them."""
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        rng, asks = random.Random(seed), questions(on_gpu.keys, 6, tokens=20)
+        expected = answers(on_cpu, asks)
+        use_pool(on_gpu.engine, num_blocks=19)
+        store, driver = held_engine(on_gpu)
+        let_go_where_the_engine_waits(store, monkeypatch)
+        left, listeners, dropped = list(asks), list[Listener](), list[RequestState]()
+        while left or driver.core.busy:
+            store.hold_from(rng.choice((0, 1, 2, 3, inf)))
+            if left and rng.random() < 0.3:
+                listeners.append(driver.arrive(left.pop(0), priority=rng.choice((0, 1)))[0])
+                dropped.append(driver.arrive(rng.choice(asks))[1])
+            if dropped and rng.random() < 0.1:
+                dropped.pop().cancelled = True
+            driver.step()
+        check(gpu)
+        assert [ids_of(listener) for listener in listeners] == expected

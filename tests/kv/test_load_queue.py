@@ -42,6 +42,16 @@ def test_the_first_error_reaches_whoever_waits_and_nothing_more_is_taken() -> No
             queue.wait(layer)
 
 
+def test_asking_for_a_layer_runs_what_its_parts_have_left() -> None:
+    queue, done = LoadQueue(2, 2), list[int]()
+    for part in range(2):
+        assert not queue.is_ready(0)
+        queue.arrived(0, lambda part=part: done.append(part))
+    assert queue.is_ready(0)
+    assert done == [0, 1]
+    assert not queue.is_ready(1)
+
+
 def test_what_is_stopped_without_an_error_keeps_what_is_there() -> None:
     queue = LoadQueue(2, 1)
     queue.arrived(0)

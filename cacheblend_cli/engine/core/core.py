@@ -71,7 +71,7 @@ class EngineCore:
             slice_rows,
             limits.max_sequences,
             prefill_s=PREFILL_S if decoder.device.type == "cpu" else inf,  # a GPU's time is not known at once
-            ahead=1 if decoder.device.type == "cpu" else 0,  # on a GPU prompts load one after another
+            in_turn=decoder.device.type != "cpu",  # a GPU's memory has room to compute one
             launch_rows=slice_rows if joins else 0,
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,

@@ -59,7 +59,7 @@ class Executor:
             except Exception as error:
                 output.failed.append((sequence, error))
         failed = [sequence for sequence, _ in output.failed]
-        self._prefill([s for s in step.prefill if s not in failed], step.prefill_s, output)
+        self._prefill([s for s in step.prefill if s not in failed], step, output)
         self._decode(step, output)
         return output
 
@@ -82,34 +82,36 @@ class Executor:
             hook.on_begin()
         self._worker.begin(given, request.source, on_logits)
 
-    def _prefill(self, sequences: list[Sequence], seconds: float, output: StepOutput) -> None:
+    def _prefill(self, sequences: list[Sequence], step: Step, output: StepOutput) -> None:
         """Compute layers of a prompt, or of several short prompts."""
         numbers = [(s, s.prefill.number) for s in sequences if s.prefill is not None]
+        seconds, waits = step.prefill_s, step.waits or not self._decoder.part.is_whole  # KV arrives at ranks unevenly
         if len(numbers) > 1:
             try:
-                results = self._advance([number for _, number in numbers], seconds)
-                output.prefilled = list(zip(sequences, results, strict=True))
+                results = self._advance([number for _, number in numbers], seconds, waits)
+                output.prefilled = list(zip(sequences, results, strict=False))  # no results where KV is not read yet
                 output.joined = sum(result.is_done for result in results)
                 return
             except Exception as error:  # each is computed alone and at once, so that only the cause fails
-                output.split, seconds = 1, inf
+                output.split, seconds, waits = 1, inf, True
                 logger.warning("%d prompts of one launch are computed alone: %r", len(numbers), error)
         for sequence, number in numbers:
             try:
-                output.prefilled += [(sequence, result) for result in self._advance([number], seconds)]
+                output.prefilled += [(sequence, result) for result in self._advance([number], seconds, waits)]
             except Exception as error:
                 output.failed.append((sequence, error))
 
-    def _advance(self, numbers: list[int], seconds: float) -> list[PrefillResult]:
-        """Compute the layers that cost about one slice; within limited seconds, as many as fit, at least one."""
+    def _advance(self, numbers: list[int], seconds: float, waits: bool) -> list[PrefillResult]:
+        """Compute the layers that cost about one slice; within limited seconds, as many as fit, at least one. waits:
+        whether for stored KV, see `Worker.prefill`."""
         if seconds == inf:
-            return self._worker.prefill(numbers, self._slice_rows * len(self._decoder.layers))
+            return self._worker.prefill(numbers, self._slice_rows * len(self._decoder.layers), waits)
         now = perf_counter()
         until = now + seconds
         while True:
-            results, before = self._worker.prefill(numbers, 1), now
+            results, before = self._worker.prefill(numbers, 1, waits), now
             now = perf_counter()
-            if not results[0].is_paused or 2 * now - before > until:  # the next layer takes as long
+            if not results or not results[0].is_paused or 2 * now - before > until:  # the next layer takes as long
                 return results
 
     def _decode(self, step: Step, output: StepOutput) -> None:

@@ -1,9 +1,10 @@
 """Scheduling policy, all of it.
 
 Requests are served by priority, then first come, first served. Preempted sequences resume before a new one begins. One
-prompt is prefilled at a time, and between two steps of it every running answer gets a token; consecutive short prompts
-share a launch, up to the rows of a slice. The next prompt may load meanwhile. If blocks run out, the sequence that came
-last is preempted. Cancelled and overdue requests end in a separate step.
+prompt is prefilled at a time, and between two steps of it every running answer gets a token; a step ends before a layer
+whose stored KV is not read yet. Consecutive short prompts share a launch, up to the rows of a slice. The next prompt
+may load meanwhile. If blocks run out, the sequence that came last is preempted. Cancelled and overdue requests end in a
+separate step.
 
 With async scheduling (on a GPU) a step that only decodes the same answers again is scheduled before the host knows the
 tokens of the last one (`schedule_ahead`). Any other step is scheduled after these tokens have taken effect.
@@ -47,6 +48,7 @@ class Step:
     begin: list[Sequence] = field(default_factory=list)  # prompts whose stored KV begins to load
     prefill: list[Sequence] = field(default_factory=list)  # prompts whose next layers are computed, in one launch
     prefill_s: float = inf  # maximum seconds of it, unless one layer takes longer
+    waits: bool = True  # the prefill waits for stored KV; else it ends before a layer whose KV is not read yet
     decode: list[Sequence] = field(default_factory=list)  # answers that get a token
     pending: Mapping[Sequence, Draw] = field(default_factory=dict)  # newest tokens that the host does not know yet
     drafts: Drafts = field(default_factory=dict)  # proposals of answers that get a token
@@ -82,7 +84,7 @@ class Scheduler:
     slice_rows: int  # positions of a slice
     max_sequences: int
     prefill_s: float  # maximum seconds of a step's prefill while answers wait
-    ahead: int  # prompts that may load while another is prefilled
+    in_turn: bool  # prompts are computed in the order in which they began, and those with stored KV one by one
     launch_rows: int  # maximum rows of short prompts that share a step
     swap_blocks: int  # maximum blocks on the host
     counts: EngineStats
@@ -120,7 +122,7 @@ class Scheduler:
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
         if self._prefilled:
             self._step.prefill = self._together(prefilling)
-            self._step.prefill_s = self.prefill_s if decoding else inf
+            self._step.prefill_s, self._step.waits = self.prefill_s if decoding else inf, not decoding
         else:
             while decoding and not self.blocks.can_append(_growing(decoding)):
                 self.preempt(running.pop())
@@ -215,7 +217,8 @@ class Scheduler:
         """Return the prompt's prefix cache hit if it may begin now, else None."""
         state, running = sequence.state, self.with_status(SequenceStatus.RUNNING)
         prefilling = [s for s in running if s.prefilling]
-        full = len(prefilling) > self.ahead  # only a short prompt may join other short ones
+        ahead = 0 if self.in_turn and not state.request.plan.stored else 1  # prompts that may begin beside another
+        full = len(prefilling) > ahead  # only a short prompt may join other short ones
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
             return None
         assert state.provenance is not None
@@ -243,8 +246,8 @@ class Scheduler:
         plan = state.request.plan
         if state.parent is not None or any(hook.is_alone for hook in state.hooks):
             return None
-        if not self.ahead and any(s.cached and s.token_ids for s in plan.segments):
-            return None  # prompts load one after another here
+        if self.in_turn and plan.stored:
+            return None
         return short_rows(plan.with_prefix_cache(hit.num_tokens), self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
@@ -255,6 +258,8 @@ class Scheduler:
     def _together(self, prefilling: list[Sequence]) -> list[Sequence]:
         """Return the first prompt and the next ones that share its launch. None joins one that has begun."""
         prompts = [(s, s.prefill) for s in prefilling if s.prefill is not None]
+        if self.in_turn:
+            prompts.sort(key=lambda prompt: prompt[1].number)
         (_, first), together = prompts[0], list[Sequence]()
         launch = first.launch
         for sequence, prefill in prompts:

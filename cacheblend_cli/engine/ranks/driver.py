@@ -87,7 +87,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 ARGUMENTS: dict[str, Any] = {
-    "prefill": tuple[list[int], int],
+    "prefill": tuple[list[int], int, bool],
     "end": tuple[int],
     "decode": tuple[DecodeInput],
     "copy_blocks": tuple[list[int], list[int]],

@@ -211,11 +211,14 @@ class Launch:
         self._pass = first._blended(first._plan.filled_until(piece.start)) if piece.blended else _computed(prompts)
 
     @torch.inference_mode()
-    def advance(self, max_rows: float) -> list[PrefillResult]:
-        """Compute the next layers, at most max_rows rows x layers, at least one layer. Raises BadChunk."""
+    def advance(self, max_rows: float, waits: bool = True) -> list[PrefillResult]:
+        """Compute the next layers, at most max_rows rows x layers, at least one layer. waits: False to end before a
+        layer whose stored KV is not read yet, without results if that is the first. Raises BadChunk."""
+        if not (waits or self._is_ready):
+            return []
         start, results = mark(self._decoder.device), None
         try:
-            while max_rows >= 2 * (rows := next(self._pass)):  # the next layer has as many
+            while max_rows >= 2 * (rows := next(self._pass)) and (waits or self._is_ready):  # the next has as many
                 max_rows -= rows
         except StopIteration as end:
             results = end.value
@@ -223,6 +226,13 @@ class Launch:
                 prompt._done += 1
         results = results or [prompt._paused() for prompt in self._prompts]
         return [prompt._timed(result, start) for prompt, result in zip(self._prompts, results, strict=True)]
+
+    @property
+    def _is_ready(self) -> bool:
+        """Return whether the next layer can be computed without waiting for stored KV. A slice after the first, or a
+        blend after its probe, begins again with layers that have been waited for."""
+        num_layers, loaders = self._decoder.spec.num_kv_layers, [prompt._loader for prompt in self._prompts]
+        return all(loader.next_layer >= num_layers or loader.is_ready(loader.next_layer) for loader in loaders)
 
 
 def _computed(prompts: Sequence[PrefillState]) -> Pass[list[PrefillResult]]:

@@ -89,14 +89,15 @@ class Worker(BlockSpace):
         state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
         self._prefills[given.number] = state.open()
 
-    def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
+    def prefill(self, numbers: Sequence[int], max_rows: int, waits: bool = True) -> list[PrefillResult]:
         """Compute the next layers of a prompt, or of several short prompts (`short_rows`) in one launch. max_rows:
-        maximum rows x layers; at least a layer is computed. Raises BadChunk, after which each prompt can be computed
+        maximum rows x layers; at least a layer is computed. waits: False to end before a layer whose stored KV is not
+        read yet; returns nothing if that is the first. Raises BadChunk, after which each prompt can be computed
         alone."""
         key = tuple(numbers)
         launch = self._paused.pop(key, None) or Launch([self._prefills[number] for number in numbers])
-        results = launch.advance(max_rows)
-        if results[0].is_paused:
+        results = launch.advance(max_rows, waits)
+        if not results or results[0].is_paused:
             self._paused[key] = launch
         return results
 
