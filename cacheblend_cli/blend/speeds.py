@@ -23,9 +23,9 @@ from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import KVOnly, Steps, finish, layer_by_layer
-from cacheblend_cli.kv.loader import ZeroLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_alone
+from cacheblend_cli.kv.staging import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.description import Loaded
 from cacheblend_cli.model.spec import ModelSpec

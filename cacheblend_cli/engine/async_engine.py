@@ -238,7 +238,7 @@ class AsyncEngine:
 
     def _snapshot(self) -> EngineStats:
         scheduler, allocator = self._core.scheduler, self._core.blocks.space.allocator
-        block_bytes = self._core.block_bytes
+        block_bytes, cache = self._core.block_bytes, self._core.worker.host_cache
         return replace(
             self._core.counts,
             running=len(scheduler.with_status(SequenceStatus.RUNNING)),
@@ -249,6 +249,7 @@ class AsyncEngine:
             blocks_free=allocator.num_free - allocator.num_cached,
             blocks_used=allocator.num_used,
             blocks_cached=allocator.num_cached,
+            **({} if cache is None else cache.counts),
         )
 
 

@@ -17,9 +17,12 @@ from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.worker.decode import LEAST_KV_BUCKET, DecodeRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.cuda_loader import MOST_WORKERS
+from cacheblend_cli.kv.host_cache import HostCache
 from cacheblend_cli.kv.load_queue import num_workers, workers
-from cacheblend_cli.kv.loader import KVLoader, ZeroLoader
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
+from cacheblend_cli.kv.staging import ZeroLoader
 from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import gib
@@ -105,7 +108,9 @@ def reserve(
     if isinstance(runner, GraphRunner):
         warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size), num_rows)
     if decoder.device.type == "cuda":
-        warm_up_transfer(decoder.device)
+        size = None if config.host_cache is None else int(config.host_cache * 2**30)
+        pool.host_cache = HostCache.of_size(size, decoder.part.ranks.size)
+        warm_up_transfer(decoder.device, pool.host_cache)
     return DeviceMemory(pool, runner, profile)
 
 
@@ -136,14 +141,12 @@ def warm_up_graphs(runner: GraphRunner, most_tokens: int, num_rows: int = 1) -> 
             runner.graph(count, kv_len)
 
 
-def warm_up_transfer(device: torch.device) -> None:
-    """Create the threads and streams of loading, and pinned buffers as long and medium prompts need them. Allocating
-    these takes tens of milliseconds; PyTorch keeps them, by powers of two."""
-    transfer = CudaTransfer(device)
-    count = num_workers(transfer.most_workers)
-    workers(count)
-    for num_bytes in (transfer.batch_bytes, transfer.batch_bytes // 2):
-        torch.empty(count * transfer.buffers_a_worker * num_bytes, dtype=torch.uint8, pin_memory=True)
+def warm_up_transfer(device: torch.device, cache: HostCache) -> None:
+    """Create the threads and streams of loading, and pin memory for the first prompt's chunks, which takes tens of
+    milliseconds."""
+    CudaTransfer(device)
+    workers(num_workers(MOST_WORKERS))
+    cache.wait()
 
 
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:

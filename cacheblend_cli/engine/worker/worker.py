@@ -74,6 +74,7 @@ class Worker(BlockSpace):
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
         self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
+        self.host_cache = memory.pool.host_cache
         self._prefills: dict[int, PrefillState] = {}
         self._paused: dict[tuple[int, ...], Launch] = {}  # by the prompts' numbers
         self._swapped: dict[int, Swapped] = {}

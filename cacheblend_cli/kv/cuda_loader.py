@@ -1,0 +1,137 @@
+"""Loading stored KV to a GPU: from blocks of pinned host memory through staging buffers to the pool."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.host_cache import Block
+from cacheblend_cli.kv.load_queue import Part
+from cacheblend_cli.kv.loader import StoredLoader
+from cacheblend_cli.kv.staging import Staging, group_layers
+from cacheblend_cli.kv.stored_prompt import StoredPrompt
+from cacheblend_cli.kv.transfer import STAGES, CudaTransfer
+
+MOST_WORKERS = 4
+
+
+class CudaLoader(StoredLoader):
+    """Copies groups of layers from the host to the GPU, and writes them to the pool.
+
+    A chunk has a block of the host cache, all layers one after another: filled for an earlier prompt, or by this one's
+    workers. A chunk without a block is read into one of two host buffers, laid out as the staging buffers are.
+
+    All work for the GPU is queued by the computing thread while it waits for a layer, since threads that queue work
+    compete for the GIL at every operation: per group a copy a chunk, and a launch a codec.
+    """
+
+    def __init__(self, stored: StoredPrompt) -> None:
+        super().__init__(stored, group_layers(stored.decoder, stored.spans), MOST_WORKERS)
+        self._transfer = CudaTransfer(stored.decoder.device)
+        self._cache = stored.sequence.pool.host_cache
+        self._starts: list[list[int]] = []  # of each chunk's groups in its block, and the end
+        for chunk in range(len(stored.chunks)):
+            sizes = (len(group.layers) * stored.layout(chunk, group.heads).num_bytes for group in self._groups)
+            self._starts.append(list(accumulate(sizes, initial=0)))
+        self._blocks: dict[int, Block] = {}  # of chunks
+        self._to_read: list[int] = []  # chunks whose blocks are not filled
+        self._was_read: list[Part] = []
+        self._staging: Staging | None = None
+        self._buffers: list[Tensor] = []
+        self._num_sent = self._num_joined = 0  # groups
+
+    @property
+    def load_s(self) -> float:
+        return self._transfer.seconds()[0]
+
+    @property
+    def stall_s(self) -> float:
+        return self._transfer.seconds()[1]
+
+    def open(self) -> CudaLoader:
+        stored = self._stored
+        try:
+            for chunk, of_chunk in enumerate(stored.chunks):
+                block, is_filled = (
+                    (None, False) if self._cache is None else self._cache.hold(of_chunk, self._starts[chunk][-1])
+                )
+                if block is not None:
+                    self._blocks[chunk] = block
+                if not is_filled:
+                    self._to_read.append(chunk)
+            self._staging = Staging(stored.decoder, stored.sequence, stored.spans, stored.rope_len, self._groups)
+            if any(chunk not in self._blocks for chunk in self._to_read):
+                memory = torch.empty(STAGES * self._staging.num_bytes, dtype=torch.uint8, pin_memory=True)
+                self._buffers = list(memory.split(self._staging.num_bytes))
+            self._transfer.open(self._staging.num_bytes)
+            super().open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _chunks_to_read(self) -> list[int]:
+        return self._to_read
+
+    def close(self) -> None:
+        super().close()
+        copied = self._transfer.close()
+        whole = [chunk for chunk in self._to_read if sum(n == chunk for _, n in self._was_read) == len(self._groups)]
+        for chunk, block in self._blocks.items():
+            assert self._cache is not None, "it has the block"
+            if chunk in whole:
+                self._cache.keep(self._stored.chunks[chunk], block)
+            self._cache.release(block, copied)
+        self._blocks, self._buffers, self._staging = {}, [], None  # a loader outlives the load because of its figures
+
+    def is_ready(self, layer: int) -> bool:
+        return all(self._queue.is_ready(group) for group in range(self._num_sent, self._group_of[layer] + 1))
+
+    def wait(self, layer: int) -> None:
+        group = self._group_of[layer]
+        if group < self._num_joined:
+            return
+        self._transfer.arrive()
+        while self._num_sent <= group:
+            self._queue.wait(self._num_sent)
+            self._send(self._num_sent)
+        self._transfer.join(group)
+        self._num_joined = group + 1
+        if self._num_sent < len(self._groups) and self._queue.is_ready(self._num_sent):
+            self._send(self._num_sent)  # to be copied during the layers of this group
+
+    def _send(self, number: int) -> None:
+        assert self._staging is not None
+        group = self._groups[number]
+        starts = self._staging.starts[group.heads]
+        parts = [(start, self._memory((number, chunk))) for chunk, start in enumerate(starts[:-1])]
+        self._transfer.send(number, parts, partial(self._staging.place, group))
+        self._num_sent = number + 1
+        if self._buffers and not self._queue.is_taken:
+            self._start(self._num_workers)  # a host buffer is free: go on where workers found none
+
+    def _load(self) -> None:
+        while (part := self._queue.take(self._may_begin)) is not None:
+            number, chunk = part
+            if chunk not in self._blocks:
+                self._transfer.wait_until_copied(number - STAGES)
+            if self._read(part, self._memory(part).numpy().data):
+                self._was_read.append(part)
+            self._queue.arrived(number)
+
+    def _may_begin(self, part: Part) -> bool:
+        number, chunk = part
+        return chunk in self._blocks or number < self._num_sent + STAGES
+
+    def _memory(self, part: Part) -> Tensor:
+        """Return the host memory of a part, pinned."""
+        number, chunk = part
+        start, end = self._starts[chunk][number : number + 2]
+        if chunk in self._blocks:
+            return self._blocks[chunk].memory[start:end]
+        assert self._staging is not None
+        at = self._staging.starts[self._groups[number].heads][chunk]
+        return self._buffers[number % STAGES][at : at + end - start]
