@@ -116,11 +116,18 @@ class CudaLoader(StoredLoader):
     def _load(self) -> None:
         while (part := self._queue.take(self._may_begin)) is not None:
             number, chunk = part
-            if chunk not in self._blocks:
-                self._transfer.wait_until_copied(number - STAGES)
+            self._wait_for_copies(part)
             if self._read(part, self._memory(part).numpy().data):
                 self._was_read.append(part)
             self._queue.arrived(number)
+
+    def _wait_for_copies(self, part: Part) -> None:
+        """Wait until the part's memory may be written to: the copies from it are queued, or done."""
+        number, chunk = part
+        block = self._blocks.get(chunk)
+        earlier = self._transfer.copied(number - STAGES) if block is None else block.free_after
+        if earlier is not None:
+            earlier.synchronize()
 
     def _may_begin(self, part: Part) -> bool:
         number, chunk = part

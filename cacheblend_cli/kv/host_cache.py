@@ -31,6 +31,7 @@ class Slab:
     used: int = 0
     num_prompts: int = 0  # that copy from its blocks now
     copied: torch.cuda.Event | None = None  # end of the copies of the last prompt
+    free_after: torch.cuda.Event | None = None  # as it was when the slab was emptied
     chunks: list[StoredChunk] = field(default_factory=list)  # served from its blocks
 
 
@@ -40,6 +41,7 @@ class Block:
 
     slab: Slab
     memory: Tensor  # uint8
+    free_after: torch.cuda.Event | None = None  # end of copies from the same memory, before it is written to
 
 
 class HostCache:
@@ -133,7 +135,7 @@ class HostCache:
             slab = self._filling = self._pinned() or self._emptied()
             if slab is None:
                 return None
-        block = Block(slab, slab.memory[slab.used : slab.used + num_bytes])
+        block = Block(slab, slab.memory[slab.used : slab.used + num_bytes], slab.free_after)
         slab.used += num_bytes
         return block
 
@@ -165,7 +167,5 @@ class HostCache:
             for chunk in slab.chunks:
                 if chunk.block is not None and chunk.block.slab is slab:  # another prompt may have read it, too
                     chunk.block = None
-            slab.used, slab.chunks = 0, []
-            if slab.copied is not None:
-                slab.copied.synchronize()
+            slab.used, slab.chunks, slab.free_after = 0, [], slab.copied
         return slab

@@ -19,14 +19,12 @@ class LoadQueue:
     """Work queue of the loader threads: parts in the order in which they are needed, so that the first group of layers
     is complete first.
 
-    The computing thread waits for a group, and meanwhile runs its share of the work on arrived parts. An error in any
-    thread is raised in every waiter.
+    An error in any thread is raised in every waiter.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = deque(parts)  # to be taken
         self._missing = Counter(group for group, _ in parts)
-        self._left: list[Callable[[], None]] = []
         self._stopped = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -42,13 +40,11 @@ class LoadQueue:
         """Return whether no part will be taken any more."""
         return self._stopped or not self._parts
 
-    def arrived(self, group: int, rest: Callable[[], None] | None = None) -> None:
-        """Record that one more part of the group is loaded, except for `rest`, which the computing thread runs."""
+    def arrived(self, group: int) -> None:
+        """Record that one more part of the group is loaded."""
         with self._changed:
             self._missing[group] -= 1
-            if rest is not None:
-                self._left.append(rest)
-            if rest is not None or self._missing[group] == 0:
+            if self._missing[group] == 0:
                 self._changed.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -63,15 +59,10 @@ class LoadQueue:
 
     def wait(self, group: int) -> None:
         """Return when the whole group is loaded. Raises the error that stopped the queue."""
-        complete = False
-        while not complete:
-            with self._changed:
-                self._changed.wait_for(lambda: self._error is not None or self._left or self._missing[group] == 0)
-                if self._error is not None:
-                    raise self._error
-                complete, left, self._left = self._missing[group] == 0, self._left, []
-            for rest in left:
-                rest()
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_ready(group))
+            if self._error is not None:
+                raise self._error
 
 
 @cache

@@ -157,7 +157,7 @@ class StoredLoader(KVLoader):
         (number, chunk), heads = part, self._groups[part[0]].heads
         assert self._reader is not None
         try:
-            self._reader.read(self._reads(chunk, heads), self._numbers[number], memory)
+            self._reader.read_layers(self._reads(chunk, heads), self._numbers[number], memory)
         except StoreError as error:
             bad = BadChunk(self._stored.chunks[chunk].manifest.key, error.message)
             if self._stored.decoder.part.is_whole:

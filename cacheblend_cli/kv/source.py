@@ -23,10 +23,10 @@ class ChunkReader(Protocol):
         ...
 
     def locate(self, reads: LayerReads, /) -> None:
-        """Look up where the layers are, so that `read` need not."""
+        """Look up where the layers are, so that `read_layers` need not."""
         ...
 
-    def read(self, reads: LayerReads, group: int, buffer: memoryview, /) -> None:
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview, /) -> None:
         """Copy a group of a chunk's layers to its places in a buffer, and check the copy. Several threads call it at
         once."""
         ...

@@ -200,9 +200,9 @@ class _TieredReader:
         if not self._source.is_expected(reads.manifest):
             self._reader.locate(reads)
 
-    def read(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
         if not self._source.is_expected(reads.manifest):
-            return self._reader.read(reads, group, buffer)
+            return self._reader.read_layers(reads, group, buffer)
         for layer, at in zip(reads.groups[group], reads.places, strict=False):
             self._copy(reads.manifest, layer, {name: buffer[start:end] for name, (start, end) in at.items()})
         return None

@@ -66,10 +66,9 @@ class CudaTransfer:
         self._copied.append(copied)
         self._placed.append(self._timed(self._place))
 
-    def wait_until_copied(self, group: int) -> None:
-        """Wait until the host memory of a group that was sent may be overwritten. group: nothing below 0."""
-        if group >= 0:
-            self._copied[group].synchronize()
+    def copied(self, group: int) -> torch.cuda.Event | None:
+        """Return the end of the copies of a group that was sent; None for a number below 0."""
+        return self._copied[group] if group >= 0 else None
 
     def arrive(self) -> None:
         """Record that computing has reached a group; from here on, waiting counts as stall."""

@@ -42,7 +42,7 @@ class LayerReads:
 class StoreReader:
     """A snapshot of the store at one commit. Values are copies and stay valid after the reader is closed.
 
-    Several threads may call `copy_layer` and `read` at once; everything else is for one thread.
+    Several threads may call `copy_layer` and `read_layers` at once; everything else is for one thread.
     """
 
     def __init__(self, pages: PageReader, version: Version | None = None) -> None:
@@ -101,7 +101,7 @@ class StoreReader:
             raise bad_blob(manifest, layer, "does not match its digest")
 
     def locate(self, reads: LayerReads) -> None:
-        """Look up where the layers are, so that `read` reads and checks a group of them in one compiled call: handing
+        """Look up where the layers are, so that `read_layers` reads and checks a group of them in one compiled call: handing
         over the GIL takes threads that read at once longer than the reads. Does nothing if a layer is missing, or not
         of the expected size."""
         manifest, layers = reads.manifest, [layer for group in reads.groups for layer in group]
@@ -118,7 +118,7 @@ class StoreReader:
         groups = [list(islice(values, len(group))) for group in reads.groups]
         reads.compiled = CompiledReads(groups, [[own[name] for name in spec] for own in reads.places])
 
-    def read(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
         """Copy a group of layers to its places in the buffer, and check the copy. Raises what `copy_layer` raises.
 
         Layers that were located in an earlier snapshot, and are elsewhere by now, fail the check and are looked up
