@@ -25,7 +25,6 @@ from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import KVOnly, Steps, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_alone
-from cacheblend_cli.kv.staging import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.description import Loaded
 from cacheblend_cli.model.spec import ModelSpec
@@ -139,6 +138,8 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
 
 def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
     """Return the seconds per corrected row and layer, by the default correction."""
+    from cacheblend_cli.kv.staging import ZeroLoader
+
     num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
     sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
     plan = PromptPlan((Segment("chunk", 0, (0,) * num_rows, "blended"),))

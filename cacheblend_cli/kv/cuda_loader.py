@@ -8,14 +8,25 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.host_cache import Block
-from cacheblend_cli.kv.load_queue import Part
+from cacheblend_cli.kv.host_cache import Block, HostCache
+from cacheblend_cli.kv.load_queue import Part, num_workers, workers
 from cacheblend_cli.kv.loader import StoredLoader
 from cacheblend_cli.kv.staging import Staging, group_layers
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
 from cacheblend_cli.kv.transfer import STAGES, CudaTransfer
+from cacheblend_cli.model.host_memory import available_memory
 
 MOST_WORKERS = 4
+FREE_SHARE = 0.25  # of the available memory, for the host cache
+
+
+def warm_up_loading(device: torch.device, gib: float | None, num_ranks: int) -> HostCache:
+    """Return the host cache, which begins to pin memory, and create the threads and streams of loading. gib: of the
+    cache, None for a share of the free memory, which all ranks of a model share."""
+    CudaTransfer(device)
+    workers(num_workers(MOST_WORKERS))
+    num_bytes = int(FREE_SHARE * (available_memory() or 0)) if gib is None else int(gib * 2**30)
+    return HostCache(num_bytes // num_ranks)
 
 
 class CudaLoader(StoredLoader):
@@ -28,10 +39,10 @@ class CudaLoader(StoredLoader):
     compete for the GIL at every operation: per group a copy a chunk, and a launch a codec.
     """
 
-    def __init__(self, stored: StoredPrompt) -> None:
+    def __init__(self, stored: StoredPrompt, cache: HostCache | None) -> None:
         super().__init__(stored, group_layers(stored.decoder, stored.spans), MOST_WORKERS)
         self._transfer = CudaTransfer(stored.decoder.device)
-        self._cache = stored.sequence.pool.host_cache
+        self._cache = cache
         self._starts: list[list[int]] = []  # of each chunk's groups in its block, and the end
         for chunk in range(len(stored.chunks)):
             sizes = (len(group.layers) * stored.layout(chunk, group.heads).num_bytes for group in self._groups)
@@ -54,14 +65,7 @@ class CudaLoader(StoredLoader):
     def open(self) -> CudaLoader:
         stored = self._stored
         try:
-            for chunk, of_chunk in enumerate(stored.chunks):
-                block, is_filled = (
-                    (None, False) if self._cache is None else self._cache.hold(of_chunk, self._starts[chunk][-1])
-                )
-                if block is not None:
-                    self._blocks[chunk] = block
-                if not is_filled:
-                    self._to_read.append(chunk)
+            self._take_blocks()
             self._staging = Staging(stored.decoder, stored.sequence, stored.spans, stored.rope_len, self._groups)
             if any(chunk not in self._blocks for chunk in self._to_read):
                 memory = torch.empty(STAGES * self._staging.num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -72,6 +76,17 @@ class CudaLoader(StoredLoader):
             self.close()
             raise
         return self
+
+    def _take_blocks(self) -> None:
+        chunks, cache = self._stored.chunks, self._cache
+        if cache is None:
+            self._to_read = list(range(len(chunks)))
+            return
+        self._blocks = {n: block for n, chunk in enumerate(chunks) if (block := cache.hold(chunk)) is not None}
+        self._to_read = [n for n in range(len(chunks)) if n not in self._blocks]
+        for n in self._to_read:
+            if (block := cache.reserve(chunks[n], self._starts[n][-1])) is not None:
+                self._blocks[n] = block
 
     def _chunks_to_read(self) -> list[int]:
         return self._to_read
@@ -115,11 +130,10 @@ class CudaLoader(StoredLoader):
 
     def _load(self) -> None:
         while (part := self._queue.take(self._may_begin)) is not None:
-            number, chunk = part
             self._wait_for_copies(part)
             if self._read(part, self._memory(part).numpy().data):
                 self._was_read.append(part)
-            self._queue.arrived(number)
+            self._queue.arrived(part[0])
 
     def _wait_for_copies(self, part: Part) -> None:
         """Wait until the part's memory may be written to: the copies from it are queued, or done."""

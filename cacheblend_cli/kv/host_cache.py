@@ -14,11 +14,9 @@ from torch import Tensor
 
 from cacheblend_cli.kv.source import ChunkReader
 from cacheblend_cli.kv.stored_prompt import StoredChunk
-from cacheblend_cli.model.host_memory import available_memory
 
 logger = logging.getLogger("cacheblend")
 
-FREE_SHARE = 0.25  # of the available memory, unless a size is set
 SLAB_BYTES = 256 << 20  # pinned at once: pinning takes a tenth of a second, in which the driver may wait
 MOST_KNOWN = 4096  # chunks whose places in the store are remembered
 
@@ -58,16 +56,10 @@ class HostCache:
         self._next: Future[Tensor] | None = None
         self._pinning = ThreadPoolExecutor(1, "pinning")
         self._chunks: OrderedDict[bytes, StoredChunk] = OrderedDict()
+        self._blocks: dict[StoredChunk, Block] = {}  # with all layers, checked
         self._lock = threading.Lock()
         self._hits = self._misses = 0  # chunks of prompts
         self._pin()
-
-    @classmethod
-    def of_size(cls, num_bytes: int | None, num_ranks: int) -> HostCache:
-        """num_bytes: None for a share of the free memory, which all ranks of a model share."""
-        if num_bytes is None:
-            num_bytes = int(FREE_SHARE * (available_memory() or 0))
-        return cls(num_bytes // num_ranks)
 
     def wait(self) -> None:
         """Wait until memory is pinned for the first prompt."""
@@ -102,18 +94,27 @@ class HostCache:
                     self._chunks.popitem(last=False)
         return known
 
-    def hold(self, chunk: StoredChunk, num_bytes: int) -> tuple[Block | None, bool]:
-        """Return the chunk's block, and whether it is filled; a new one to fill, if there is room, else None. The block
-        stays until it is released."""
+    def hold(self, chunk: StoredChunk) -> Block | None:
+        """Return the block of a chunk that is served, to be released."""
         with self._lock:
-            block, filled = chunk.block, chunk.block is not None
-            self._hits, self._misses = self._hits + filled, self._misses + (not filled)
-            if block is None and chunk.version is not None:
-                block = self._allocate(num_bytes)
-            if block is not None:
-                block.slab.num_prompts += 1
-                self._slabs.move_to_end(block.slab)
-            return block, filled
+            block = self._blocks.get(chunk)
+            self._hits, self._misses = self._hits + (block is not None), self._misses + (block is None)
+            return block and self._held(block)
+
+    def reserve(self, chunk: StoredChunk, num_bytes: int) -> Block | None:
+        """Return a block to fill with a chunk that is not served, to be released; None if there is no room now. Comes
+        after `hold` of the prompt's other chunks: they may be in the slab that is emptied."""
+        if chunk.version is None or num_bytes > SLAB_BYTES:
+            return None
+        with self._lock:
+            slab = self._filling
+            if slab is None or slab.used + num_bytes > SLAB_BYTES:
+                slab = self._filling = self._pinned() or self._emptied()
+            if slab is None:
+                return None
+            block = Block(slab, slab.memory[slab.used : slab.used + num_bytes], slab.free_after)
+            slab.used += num_bytes
+            return self._held(block)
 
     def release(self, block: Block, copied: torch.cuda.Event | None) -> None:
         """End the use of a block. copied: end of the copies from it."""
@@ -124,19 +125,12 @@ class HostCache:
     def keep(self, chunk: StoredChunk, block: Block) -> None:
         """Serve the chunk from its block, which has all layers, from now on. Comes before `release`."""
         with self._lock:
-            chunk.block = block
+            self._blocks[chunk] = block
             block.slab.chunks.append(chunk)
 
-    def _allocate(self, num_bytes: int) -> Block | None:
-        slab = self._filling
-        if num_bytes > SLAB_BYTES:
-            return None
-        if slab is None or slab.used + num_bytes > SLAB_BYTES:
-            slab = self._filling = self._pinned() or self._emptied()
-            if slab is None:
-                return None
-        block = Block(slab, slab.memory[slab.used : slab.used + num_bytes], slab.free_after)
-        slab.used += num_bytes
+    def _held(self, block: Block) -> Block:
+        block.slab.num_prompts += 1
+        self._slabs.move_to_end(block.slab)
         return block
 
     def _pin(self) -> None:
@@ -165,7 +159,7 @@ class HostCache:
         slab = next((slab for slab in self._slabs if not slab.num_prompts), None)
         if slab is not None:
             for chunk in slab.chunks:
-                if chunk.block is not None and chunk.block.slab is slab:  # another prompt may have read it, too
-                    chunk.block = None
+                if chunk in self._blocks and self._blocks[chunk].slab is slab:  # another prompt may have read it, too
+                    del self._blocks[chunk]
             slab.used, slab.chunks, slab.free_after = 0, [], slab.copied
         return slab

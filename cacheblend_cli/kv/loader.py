@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from threading import Lock
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from cacheblend_kernels import Slots
@@ -18,14 +17,8 @@ from cacheblend_store import LayerReads, StoreError
 from torch import Tensor
 
 from cacheblend_cli.kv.load_queue import LoadQueue, Part, num_workers, workers
-from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
+from cacheblend_cli.kv.source import BadChunk, ChunkReader
 from cacheblend_cli.kv.stored_prompt import Heads, StoredPrompt, layer_groups
-from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.prompt.plan import PromptPlan, Segment
-
-if TYPE_CHECKING:
-    from cacheblend_cli.model.states import SequenceState
 
 
 class KVLoader:
@@ -80,8 +73,6 @@ class StoredLoader(KVLoader):
         self._num_workers = num_workers(most_workers)
         self._groups = layer_groups(stored.decoder, most_layers)
         self._group_of = [number for number, group in enumerate(self._groups) for _ in group.layers]
-        seen = Counter[Heads]()
-        self._numbers = [seen.update([g.heads]) or seen[g.heads] - 1 for g in self._groups]  # among those of its shape
         self._running: list[Future[None]] = []
         self._reading, self._readers, self._leaving = ExitStack(), 0, Lock()  # workers that still read
         self._reader: ChunkReader | None = None
@@ -154,10 +145,11 @@ class StoredLoader(KVLoader):
 
     def _read(self, part: Part, memory: memoryview) -> bool:
         """Copy a part to memory, and check it. Returns False for zeros: with tensor parallelism, not BadChunk."""
-        (number, chunk), heads = part, self._groups[part[0]].heads
-        assert self._reader is not None
+        (number, chunk), reader = part, self._reader
+        group = self._groups[number]
+        assert reader is not None
         try:
-            self._reader.read_layers(self._reads(chunk, heads), self._numbers[number], memory)
+            reader.read_layers(self._reads(chunk, group.heads), group.number, memory)
         except StoreError as error:
             bad = BadChunk(self._stored.chunks[chunk].manifest.key, error.message)
             if self._stored.decoder.part.is_whole:
@@ -216,60 +208,3 @@ class HostLoader(StoredLoader):
 
     def _on_device(self, memory: Tensor) -> Tensor:
         return memory if memory.device == self._stored.decoder.device else memory.to(self._stored.decoder.device)
-
-
-def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> KVLoader:
-    """Return the loader of the plan's cached segments. Raises BadChunk if the source no longer has one of them.
-
-    source: may be None for a plan without cached segments.
-    """
-    if not plan.stored:
-        return KVLoader()
-    missing: BadChunk | None = None
-    try:
-        stored = StoredPrompt.find(decoder, source, sequence, plan)
-    except BadChunk as error:
-        missing = error
-    agree(decoder, plan, missing)
-    if decoder.device.type != "cuda":
-        return HostLoader(stored)
-    from cacheblend_cli.kv.cuda_loader import CudaLoader
-
-    return CudaLoader(stored)
-
-
-def stored_state(decoder: Decoder, source: KVSource | None, segment: Segment) -> SequenceState:
-    """Return the recurrent state after a stored segment. Raises BadChunk."""
-    assert decoder.state_layout is not None
-    assert segment.key is not None
-    try:
-        if source is None:
-            raise StoreError("the store cannot be read")
-        with source.read() as reader:
-            manifest = reader.manifest(segment.key)
-            if manifest is None or manifest.state != decoder.state_layout.stored:
-                raise StoreError("it has no state of this model's recurrent layers in this dtype")
-            return decoder.state_layout.from_bytes(reader.state_of(manifest), decoder.device)
-    except StoreError as error:
-        raise BadChunk(segment.key, error.message) from error
-
-
-def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:
-    """Raise BadChunk on all ranks if one of them could not read a chunk. bad: the chunk that this rank could not
-    read."""
-    if decoder.part.is_whole:
-        if bad is not None:
-            raise bad
-        return
-    cached = plan.stored
-    if not cached:
-        return
-    ranks = decoder.part.ranks
-    own = 0 if bad is None else 1 + next(i for i, s in enumerate(cached) if s.key == bad.key)
-    code = int(ranks.largest(torch.tensor([own * ranks.size + ranks.rank if own else 0], device=decoder.device)))
-    if code:
-        key = cached[code // ranks.size - 1].key
-        assert key is not None
-        raise (
-            bad if bad is not None and bad.key == key else BadChunk(key, f"rank {code % ranks.size} could not read it")
-        )

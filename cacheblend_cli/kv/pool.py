@@ -18,7 +18,6 @@ from cacheblend_cli.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from cacheblend_cli.kv.block_states import BlockState, BlockStates
-    from cacheblend_cli.kv.host_cache import HostCache
     from cacheblend_cli.model.states import StateLayout
 
     Swapped = tuple[list[Tensor], dict[int, BlockState]]
@@ -63,7 +62,6 @@ class KVPool(BlockSpace):
 
             self.states = BlockStates(block_size, state_layout, self.allocator)
         self.layer_graphs: Callable[..., bool] | None = None  # `LayerGraphs` of prefills over this pool
-        self.host_cache: HostCache | None = None  # of chunks that go to this pool
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:

@@ -47,7 +47,7 @@ class KVSource(Protocol):
 class BadChunk(Exception):
     """A cached chunk whose KV cannot be used: missing, damaged or foreign. The caller computes it instead.
 
-    is_agreed: with tensor parallelism all ranks raise it, see `loader.agree`.
+    is_agreed: with tensor parallelism all ranks raise it, see `loading.agree`.
     """
 
     is_agreed = True

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from cacheblend_kernels import Slots, StoredKV
@@ -24,9 +24,6 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.rope import rows_of_tables
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
-
-if TYPE_CHECKING:
-    from cacheblend_cli.kv.host_cache import Block
 
 ALIGNMENT = 512  # bytes, of each tensor in memory
 Heads = tuple[int, ...]
@@ -67,15 +64,18 @@ class LayerGroup:
     layers: range
     heads: Heads
     rope: int
+    number: int  # among the groups of the same shape
 
 
 def layer_groups(decoder: Decoder, most: int) -> list[LayerGroup]:
     """Return the groups of all layers, each of at most `most` layers."""
     kinds = list(zip(decoder.spec.kv_shapes, decoder.rope.of_layer, strict=False))
-    groups, first = list[LayerGroup](), 0
-    for kind, run in groupby(kinds):
+    groups, seen, first = list[LayerGroup](), Counter[Heads](), 0
+    for (heads, rope), run in groupby(kinds):
         end = first + len(list(run))
-        groups += [LayerGroup(range(at, min(at + most, end)), *kind) for at in range(first, end, most)]
+        for at in range(first, end, most):
+            groups.append(LayerGroup(range(at, min(at + most, end)), heads, rope, seen[heads]))
+            seen[heads] += 1
         first = end
     return groups
 
@@ -87,7 +87,6 @@ class StoredChunk:
     manifest: ChunkManifest
     version: Version | None = None  # of the source in which the manifest was seen last
     reads: dict[tuple[Heads, int], LayerReads] = field(default_factory=dict)  # by shape, and layers of a group
-    block: Block | None = None  # with all layers, checked
 
     def reads_of(self, groups: Sequence[LayerGroup], heads: Heads, most: int) -> LayerReads:
         """Return the reads of the layers of one shape: `layer_groups` of at most `most` layers."""
@@ -126,9 +125,11 @@ class StoredPrompt:
     rope_len: int  # length passed to RoPE
 
     @classmethod
-    def find(cls, decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> StoredPrompt:
+    def find(
+        cls, decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan, finder: ChunkFinder
+    ) -> StoredPrompt:
         """Find the plan's cached segments. Raises BadChunk if the source no longer has one."""
-        segments, finder = plan.stored, sequence.pool.host_cache or LookUp()
+        segments = plan.stored
         if source is None:
             assert segments[0].key is not None
             raise BadChunk(segments[0].key, "the store cannot be read")

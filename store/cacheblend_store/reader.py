@@ -101,9 +101,11 @@ class StoreReader:
             raise bad_blob(manifest, layer, "does not match its digest")
 
     def locate(self, reads: LayerReads) -> None:
-        """Look up where the layers are, so that `read_layers` reads and checks a group of them in one compiled call: handing
-        over the GIL takes threads that read at once longer than the reads. Does nothing if a layer is missing, or not
-        of the expected size."""
+        """Look up where the layers are, so that `read_layers` reads and checks a group of them in one compiled call.
+
+        Handing over the GIL takes threads that read at once longer than the reads. Does nothing if a layer is missing,
+        or not of the expected size.
+        """
         manifest, layers = reads.manifest, [layer for group in reads.groups for layer in group]
         spec = records.layer_spec(manifest, layers[0])
         size, prefix, keys = blob_size(spec), blob_prefix(spec), [blob_key(manifest.key, n) for n in layers]

@@ -40,8 +40,8 @@ class Bed:
     def cache(self) -> HostCache:
         memory = self.engine.runtime.memory()
         assert memory is not None
-        assert memory.pool.host_cache is not None
-        return memory.pool.host_cache
+        assert memory.host_cache is not None
+        return memory.host_cache
 
     def logits(self, engine: Engine, chunks: tuple[int, ...]) -> torch.Tensor:
         """Prefill a prompt, without looking at the store before."""

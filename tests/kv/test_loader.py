@@ -23,7 +23,8 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.load_queue import workers
-from cacheblend_cli.kv.loader import HostLoader, make_loader
+from cacheblend_cli.kv.loader import HostLoader, KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.stored_prompt import ALIGNMENT, StoredPrompt, layer_groups, layer_layout
 from cacheblend_cli.model.decoder import Decoder
@@ -207,3 +208,28 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
         assert (torch.get_num_threads(), later, set(seen.values())) == (3, [3], {1})
     finally:
         torch.set_num_threads(before)
+
+
+def test_prompts_that_load_at_once_do_not_block_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads for both, into host buffers for two of four groups of layers; the second is needed first."""
+    stored = Stored(tmp_path, "int7")
+    plan = stored.prefill(stored.keys[:5]).plan
+    monkeypatch.setattr(loader, "num_workers", lambda at_most: 1)
+    with installed() as gpu:
+        on_gpu = EngineConfig(model=str(tmp_path / "model"), device="cuda", attention_backend="torch", dtype="float32")
+        decoder = Engine.load(on_gpu).model.decoder
+        num_layers, pools = decoder.spec.num_kv_layers, list[KVPool]()
+        loaders = list[KVLoader]()
+        for _ in range(2):
+            pools.append(KVPool.of(decoder, -(-plan.num_tokens // 16), 16))
+            sequence = pools[-1].new_sequence(plan.num_tokens)
+            loaders.append(make_loader(decoder, stored.store, sequence, plan).open())
+        assert not loaders[0].is_ready(num_layers - 1)
+        for made in reversed(loaders):
+            for layer in range(num_layers):
+                made.wait(layer)
+            assert made.is_ready(num_layers - 1)
+            made.close()
+        assert not gpu.errors
+        first, second = (pool.tensors[-1].cpu().flatten(0, 1)[: plan.num_tokens] for pool in pools)
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)  # NaN where nothing is stored

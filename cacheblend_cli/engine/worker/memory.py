@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from traceback import clear_frames
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,19 +18,17 @@ from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.worker.decode import LEAST_KV_BUCKET, DecodeRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.cuda_loader import MOST_WORKERS
-from cacheblend_cli.kv.host_cache import HostCache
-from cacheblend_cli.kv.load_queue import num_workers, workers
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
-from cacheblend_cli.kv.staging import ZeroLoader
-from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import gib
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.collection import codec_of
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.host_cache import HostCache
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 WARM_UP_KV_LENS = (1024, 2048, 4096, 8192)  # contexts whose decode graph of one answer is captured
@@ -76,6 +75,7 @@ class DeviceMemory:
     pool: KVPool
     runner: DecodeRunner
     profile: MemoryProfile | None = None  # of a GPU
+    host_cache: HostCache | None = None  # of chunks that go to a GPU
 
     @property
     def num_tokens(self) -> int:
@@ -101,23 +101,28 @@ def reserve(
             f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} anymore",
             "stop other programs on the GPU, or lower --gpu-memory-utilization",
         ) from error
+    cache = None
+    if decoder.device.type == "cuda":
+        from cacheblend_cli.kv.cuda_loader import warm_up_loading
+
+        cache = warm_up_loading(decoder.device, config.host_cache, decoder.part.ranks.size)
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
         warm_up(decoder, pool, config.kv_dtype)
     num_rows = 1 + config.speculate if isinstance(config.speculate, int) else 1
     runner = make_runner(decoder, pool, config.eager, num_rows)
     if isinstance(runner, GraphRunner):
         warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size), num_rows)
-    if decoder.device.type == "cuda":
-        size = None if config.host_cache is None else int(config.host_cache * 2**30)
-        pool.host_cache = HostCache.of_size(size, decoder.part.ranks.size)
-        warm_up_transfer(decoder.device, pool.host_cache)
-    return DeviceMemory(pool, runner, profile)
+    if cache is not None:
+        cache.wait()
+    return DeviceMemory(pool, runner, profile, cache)
 
 
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     """Launch every kernel that a question may launch, so that the first question compiles nothing: attention of all
     sizes, and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
+    from cacheblend_cli.kv.staging import ZeroLoader
+
     *chunks, suffix = WARM_UP
     codec = codec_of(codec, decoder.dtype, decoder.spec)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
@@ -139,14 +144,6 @@ def warm_up_graphs(runner: GraphRunner, most_tokens: int, num_rows: int = 1) -> 
     for kv_len in sorted({bucket(min(n, most_tokens), LEAST_KV_BUCKET) for n in WARM_UP_KV_LENS}):
         for count in {1, num_rows}:
             runner.graph(count, kv_len)
-
-
-def warm_up_transfer(device: torch.device, cache: HostCache) -> None:
-    """Create the threads and streams of loading, and pin memory for the first prompt's chunks, which takes tens of
-    milliseconds."""
-    CudaTransfer(device)
-    workers(num_workers(MOST_WORKERS))
-    cache.wait()
 
 
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:

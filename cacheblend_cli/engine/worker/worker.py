@@ -74,7 +74,7 @@ class Worker(BlockSpace):
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
         self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
-        self.host_cache = memory.pool.host_cache
+        self.host_cache = memory.host_cache
         self._prefills: dict[int, PrefillState] = {}
         self._paused: dict[tuple[int, ...], Launch] = {}  # by the prompts' numbers
         self._swapped: dict[int, Swapped] = {}
@@ -87,7 +87,8 @@ class Worker(BlockSpace):
     ) -> None:
         """Start loading a prompt's stored KV from `source`. on_logits: callback for the requested logits, fp32 [n,
         vocab_size], in order. Raises BadChunk."""
-        state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
+        view = self._view(TableInput(given.blocks))
+        state = PrefillState(self._decoder, source, view, given, on_logits, self.host_cache)
         self._prefills[given.number] = state.open()
 
     def prefill(self, numbers: Sequence[int], max_rows: int) -> list[PrefillResult]:
