@@ -46,7 +46,7 @@ class StoreReader:
     """
 
     def __init__(self, pages: PageReader, version: Version | None = None) -> None:
-        """version: of the file at this commit; None if it may change meanwhile."""
+        """version: of the contents, None outside a transaction."""
         self.pages, self.version = pages, version
         self._look_up = threading.Lock()  # pages that were read are kept
 
