@@ -115,8 +115,9 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
 
 def full_speeds(spec: ModelSpec, times: Sequence[tuple[int, float]]) -> Speeds:
     """Return the speeds of full prefills. times: (rows, seconds) of each."""
-    layers = spec.num_kv_layers - 1 + kv_share(spec)
-    return Speeds(*fit([n for n, _ in times], [seconds / layers for _, seconds in times]), head_s=0.0)
+    once, row_s, pair_s = fit([n for n, _ in times], [seconds for _, seconds in times])
+    layers = spec.num_kv_layers  # the last computes K and V of all rows, and the rest of one
+    return Speeds(once / layers, row_s / (layers - 1 + kv_share(spec)), pair_s / max(1, layers - 1), head_s=0.0)
 
 
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:

@@ -90,9 +90,8 @@ class Timing:
     prefill_s: float  # prefill on the device, waits for KV included
     ttft_s: float  # from the loaded model and the known question to the first token
     decode_tokens_per_s: float  # tokens after the first, per second
-    full_ttft_s: float | None = (
-        None  # a full prefill's, estimated; with --verbose, --explain or --ratio auto, and on a GPU
-    )
+    # a full prefill's, estimated; with --verbose, --explain or --ratio auto, and on a GPU
+    full_ttft_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_without_a_reusable_token_there_is_nothing_to_decide() -> None:
 
 
 def test_full_prefills_with_other_speeds_are_compared() -> None:
-    slower, faster = (replace(SPEEDS, row_s=SPEEDS.row_s * factor) for factor in (10.0, 0.01))
+    slower, faster = (replace(SPEEDS, row_s=SPEEDS.row_s * x, pair_s=SPEEDS.pair_s * x) for x in (10.0, 0.01))
     assert decide(SPEEDS, WORK, 0.15, slower).mode == "blend"
     found = decide(SPEEDS, WORK, 0.15, faster)
     assert (found.mode, found.ratio, found.chosen) == ("full", 1.0, estimate_full(faster, WORK))

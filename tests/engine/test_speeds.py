@@ -66,7 +66,7 @@ def test_full_prefills_are_estimated_from_two(times: tuple[tuple[int, float], ..
     speeds = full_speeds(spec, times)
     for n, seconds in times:
         work = Workload(spec.num_kv_layers, n, 0, 0.0, n, n / 2, 0, kv_share(spec))
-        assert estimate_full(speeds, work).prefill_s == pytest.approx(seconds, rel=0.05)
+        assert estimate_full(speeds, work).prefill_s == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
