@@ -111,11 +111,13 @@ def learn(
 
     predicted_s and computed_s: estimated and measured compute time; kv_bytes, load_s: bytes loaded and seconds (0:
     nothing loaded); rest_s: from the end of the prefill to the first token. is_measured: the first speeds were
-    measured, which counts as one prefill; otherwise the first prefill replaces them.
+    measured, which counts as one prefill. Otherwise the first prefill replaces them, and slower ones after it count
+    little, since kernels are compiled and graphs captured in some of them.
     """
     share = max(_NEW, 1 / (speeds.prefills + 1 + is_measured))
     factor = (computed_s / predicted_s) if predicted_s > 0 and computed_s > 0 else 1.0
     if share < 1:
+        share = _NEW if factor > 1 and not is_measured else share
         factor = min(_MOST, max(1 / _MOST, factor)) ** share  # limits the influence of one outlier
     bytes_per_s = speeds.bytes_per_s
     if kv_bytes and load_s > 0:

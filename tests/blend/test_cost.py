@@ -209,7 +209,9 @@ def test_speeds_are_learnt_from_what_happened() -> None:
     assert odd.row_s < 1.2 * speeds.row_s
     guess = learn(SPEEDS, 1.0, 50.0, 0, 0.0, 0.0, is_measured=False)
     assert guess.row_s == pytest.approx(50 * SPEEDS.row_s), "the first prefill is right, not the guess"
-    assert learn(guess, 50.0, 5000.0, 0, 0.0, 0.0, is_measured=False).row_s < 3 * guess.row_s
+    slower, faster = (learn(guess, 50.0, s, 0, 0.0, 0.0, is_measured=False).row_s for s in (500.0, 25.0))
+    assert slower < 1.2 * guess.row_s, "it may have captured graphs"
+    assert faster < 0.75 * guess.row_s
     first = learn(replace(SPEEDS, bytes_per_s=math.inf), 1.0, 1.0, 1000, 0.1, 0.0)
     assert first.bytes_per_s == 10_000  # the first measure is taken as it is
     assert learn(SPEEDS, 1.0, 1.0, 0, 0.0, 0.0).bytes_per_s == SPEEDS.bytes_per_s
