@@ -34,7 +34,8 @@ def slice_rows(decoder: Decoder) -> int:
     of KV and logits depend on them."""
     if decoder.device.type == "cpu":
         return SLICE_ROWS
-    return 2 * GPU_SLICE_ROWS if decoder.spec.hidden_size <= NARROW else GPU_SLICE_ROWS
+    is_narrow = decoder.device.type == "cuda" and decoder.spec.hidden_size <= NARROW
+    return 2 * GPU_SLICE_ROWS if is_narrow else GPU_SLICE_ROWS
 
 
 @dataclass(frozen=True)

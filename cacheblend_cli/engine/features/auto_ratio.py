@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
@@ -116,7 +117,8 @@ class Controller:
     def _reported(self, request: Request, decided: Callable[..., Decision]) -> tuple[Request, AutoReport]:
         resolved = time.perf_counter()
         speeds = self._measured()
-        request = replace(request, started=request.started + time.perf_counter() - resolved)
+        if self._full is None:  # nothing is measured on a GPU, and a copy lays out its plan again
+            request = replace(request, started=request.started + time.perf_counter() - resolved)
         work = workload(request)
         before_s = time.perf_counter() - request.started
         decision, other_s = decided(speeds, work, full=self._full), before_s + speeds.rest_s
@@ -232,7 +234,8 @@ def workload(request: Request) -> Workload:
 def kv_bytes(request: Request, keys: Container[bytes | None] | None = None) -> int:
     """Return the bytes of stored KV to load, all layers. keys: of these chunks alone."""
     size, stored = request.collection.chunk_bytes, request.plan.stored
-    return sum(size(s.num_tokens, s.codec) for s in stored if keys is None or s.key in keys)
+    counts = Counter((s.num_tokens, s.codec) for s in stored if keys is None or s.key in keys)
+    return sum(count * size(*of) for of, count in counts.items())
 
 
 def _mean_keys(segments: Sequence[Segment], status: SegmentStatus) -> float:
