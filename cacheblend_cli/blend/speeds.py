@@ -40,12 +40,13 @@ MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 _decode = msgspec.json.Decoder(Speeds).decode
 
 
-def speed_file(model: Loaded, codec: str) -> Path:
-    """Return the path of the speeds of a model on this machine, device, number of threads and KV dtype, in JSON."""
+def speed_file(model: Loaded, codec: str, num_tokens: int = 0) -> Path:
+    """Return the path of the speeds of a model on this machine, device, number of threads and KV dtype, in JSON.
+    num_tokens: on a GPU, length of the blended prompts that they are for; 0: speeds of full prefills."""
     decoder = model.decoder
     device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]
     if decoder.device.type == "cuda":
-        device.append(torch.cuda.get_device_name(decoder.device))
+        device += [torch.cuda.get_device_name(decoder.device), num_tokens]
     pool = "auto" if decoder.kv_scales is None else "float8"
     identity = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
     return user_cache.place("speeds", *identity)
@@ -109,6 +110,13 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
     times = _runs(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
     moved_s = _moved_row_s(shallow, block_size, seconds / 20)
     return Speeds(layer_s, row_s, pair_s, statistics.median(times[1:]), moved_s=moved_s)
+
+
+def full_speeds(spec: ModelSpec, times: Sequence[tuple[int, float]]) -> Speeds:
+    """Return the speeds of full prefills. times: (rows, seconds) of each."""
+    once, row_s, pair_s = fit([n for n, _ in times], [seconds for _, seconds in times])
+    layers = spec.num_kv_layers  # the last computes K and V of all rows, and the rest of one
+    return Speeds(once / layers, row_s / (layers - 1 + kv_share(spec)), pair_s / max(1, layers - 1), head_s=0.0)
 
 
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:

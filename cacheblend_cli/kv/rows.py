@@ -25,11 +25,17 @@ LEAST_KV_BUCKET = 1024
 """Positions of the smallest bucket of contexts of CUDA graphs."""
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
+NARROW = 2048
+"""Hidden size up to which a GPU computes GPU_SLICE_ROWS rows of a layer faster than the host launches its kernels."""
 
 
-def slice_rows(device: torch.device) -> int:
-    """Return the positions of a prefill per step on the device."""
-    return SLICE_ROWS if device.type == "cpu" else GPU_SLICE_ROWS
+def slice_rows(decoder: Decoder) -> int:
+    """Return the positions of a prefill per step. They depend on the model and the kind of device alone, since the bits
+    of KV and logits depend on them."""
+    if decoder.device.type == "cpu":
+        return SLICE_ROWS
+    is_narrow = decoder.device.type == "cuda" and decoder.spec.hidden_size <= NARROW
+    return 2 * GPU_SLICE_ROWS if is_narrow else GPU_SLICE_ROWS
 
 
 @dataclass(frozen=True)

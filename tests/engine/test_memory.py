@@ -64,7 +64,8 @@ class Gauge:
 def test_the_profile_finds_what_a_row_takes(engine: Engine) -> None:
     gauge = Gauge(engine, 1 << 30, 1 << 28)
     found = measure(engine.model.decoder, 16, gauge)
-    assert gauge.rows == [256, 512]  # no longer than the context of the model
+    assert gauge.rows == [n for n, _ in found.times] == [256, 512]  # no longer than the context of the model
+    assert all(seconds > 0 for _, seconds in found.times)
     assert found.per_row == pytest.approx(1000, abs=1)
     assert found.fixed == pytest.approx(1 << 20, abs=600)
 

@@ -18,6 +18,7 @@ from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.worker.decode import LEAST_KV_BUCKET, DecodeRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.device_time import DeviceTime, mark
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
@@ -68,6 +69,7 @@ class MemoryProfile:
     used: int
     fixed: int
     per_row: int
+    times: tuple[tuple[int, float], ...] = ()  # rows and seconds of full prefills
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
 
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
-    """Measure two full prefills, the second twice as long; shorter ones if the device lacks memory."""
+    """Measure and time two full prefills, the second twice as long; shorter ones if the device lacks memory."""
     longest = max(1, decoder.spec.max_context // 2)
     many, few = (min(n, longest) for n in PROFILE_ROWS)
     try:
@@ -171,15 +173,18 @@ def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
 
 def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> MemoryProfile:
     _prefill(decoder, num_rows, block_size)  # not measured: compiles kernels and allocates work spaces
-    activations = []
+    activations, times = [], []
     for n in (num_rows, 2 * num_rows):
-        blocks = -(-n // block_size)
+        blocks, prefill = -(-n // block_size), partial(_prefill, decoder, n, block_size)
         kv = bytes_per_token(decoder) * blocks * block_size
-        activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
+        activations.append(meter.peak(prefill) - kv)
+        begin = mark(decoder.device)
+        prefill()  # once more: the first one of a length also chooses kernels for it
+        times.append((n, DeviceTime().plus(begin, mark(decoder.device)).seconds))
     per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
     states = 0 if decoder.state_layout is None else STATES * decoder.state_layout.num_bytes
     fixed = states + max(0, int(activations[1] - 2 * num_rows * per_row))
-    return MemoryProfile(meter.total, meter.used(), fixed, int(per_row) + 1)
+    return MemoryProfile(meter.total, meter.used(), fixed, int(per_row) + 1, tuple(times))
 
 
 def blocks_that_fit(

@@ -11,6 +11,7 @@ rows. The last layer and the head get STEADY_ROWS rows of each prompt, and a mul
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -124,6 +125,7 @@ class PrefillState:
         on_logits: Callable[[Tensor], None] = lambda logits: None,
         host_cache: HostCache | None = None,
     ) -> None:
+        self._begun = time.perf_counter()
         self._decoder, self._sequence, self._given, self._on_logits = decoder, sequence, given, on_logits
         self._plan, self._source = given.plan, source
         tile = row_tile_of(decoder.device)
@@ -137,6 +139,8 @@ class PrefillState:
         self._loader.open()
         if self._sequence.pool.states is not None:
             self._open_state(self._sequence.pool.states)
+        if self._decoder.device.type == "cuda":  # the device waits for the look-ups
+            self._time = self._time.plus(self._begun, time.perf_counter())
         return self
 
     def _open_state(self, states: BlockStates) -> None:
