@@ -7,9 +7,9 @@ results. A pass can pause between two layers (`layer_by_layer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,35 @@ class LayerStep:
     stop: bool = False  # end the pass after the queries were observed
 
 
+class LayerWork:
+    """Launches of `Steps` in a layer that a CUDA graph can hold, here none. They read no values on the host. A graph
+    holds a `twin`, whose tensors outlive the pass and are as long as a bucket's passes need."""
+
+    key: Hashable = None  # work with the same key can share a graph
+
+    def twin(self, num_rows: int, context: int) -> Self:
+        """Return work of the same key for passes of up to num_rows rows over `context` positions."""
+        return self
+
+    def reset(self) -> None:
+        """Let a twin change nothing."""
+
+    def enter(self, twin: Self, rows: Rows) -> None:
+        """Copy the values of a pass over `rows` to the twin, which replaces this work until `leave`."""
+
+    def leave(self) -> None:
+        """Keep what the twin has found: another pass takes it."""
+
+    def fresh(self, fresh: FreshKV) -> None:
+        """`Steps.fresh`."""
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        """`Steps.queries`."""
+
+
+NO_WORK = LayerWork()
+
+
 class Steps:
     """Steps of a pass: every row at every layer, as in a full prefill or a decode step. Every method is called once per
     layer; subclasses override the rows of a layer, or observe its results. Tensors are valid until the method
@@ -71,6 +100,13 @@ class Steps:
 
     def attended(self, layer: DecoderLayer, output: Tensor) -> None:
         """Called after attention. output: before o_proj, [num_rows, num_heads, head_dim]."""
+
+    def work(self, layer: DecoderLayer) -> LayerWork | None:
+        """Return the layer's `fresh` and `queries` for a graph, which calls them in their place; None if there must be
+        no graph."""
+        own, base = type(self), Steps
+        alike = own.fresh is base.fresh and own.queries is base.queries and own.attended is base.attended
+        return NO_WORK if alike else None
 
 
 class KVOnly(Steps):
@@ -156,6 +192,8 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
             assert rows.states is not None
             between.put(layer.before(between.take()[0], rows.states), None)
         if graphs is not None and graphs(layer, between, rows, step, steps):
+            if step.stop:
+                return None
             continue
         with decoding(rows.decode):
             # no name holds delta: tensors are freed before attention and MLP, activations are most of a pass's memory

@@ -120,9 +120,9 @@ class Inputs:
                 self.q[:NUM_ROWS], m.positions, self.cache, m, p, torch.zeros(LENGTH)
             )
         known = torch.zeros(NUM_ROWS, dtype=torch.int32)
-        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, torch.zeros(1, NUM_ROWS), LENGTH)
+        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, known, LENGTH)
         prior, rotation = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8), (self.cos, self.sin)
-        k, v = (x[:NUM_ROWS].clone() for x in (self.k, self.v))
+        k, v = (x[:NUM_ROWS] for x in (self.k, self.v))
         for damped in (False, True):
             yield lambda b, d=damped: b.correct_stale(k, v, self.cache, rows, rotation, prior, d)
 

@@ -100,6 +100,11 @@ class Worker(BlockSpace):
             self._paused[key] = launch
         return results
 
+    def prepare(self) -> bool:
+        """Do some work for later prompts, now that none is there. Returns False if there is none to do."""
+        graphs = self._pool.layer_graphs
+        return graphs is not None and graphs.capture_next()
+
     def end(self, number: int) -> None:
         """End the prefill with that number, if there is one."""
         self._paused = {key: launch for key, launch in self._paused.items() if number not in key}
