@@ -131,7 +131,7 @@ class CorrectionWork(LayerWork):
         rows, starts = prompt.rows(every.positions), every.starts
         known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)
         known_starts = torch.searchsorted(known, starts, out_int32=True)
-        return cls(Regressed(rows.slots, starts, known, known_starts, index.int(), max(every.lengths)), rows.rotations)
+        return cls(Regressed(rows.slots, starts, known, known_starts, index, max(every.lengths)), rows.rotations)
 
     def fresh(self, fresh: FreshKV) -> None:
         self.apply(fresh.layer, fresh.k, fresh.v, fresh.rows.pool)
@@ -145,7 +145,7 @@ class CorrectionWork(LayerWork):
     def twin(self, num_rows: int, context: int) -> CorrectionWork:
         rows, longest = self._rows, bucket(self._rows.longest, LEAST_CHUNK_BUCKET)
         slots, starts = rows.slots.new_zeros(context), torch.zeros_like(rows.starts)
-        known, fresh = (rows.known.new_zeros(num_rows) for _ in range(2))
+        known, fresh = rows.known.new_zeros(num_rows), rows.fresh.new_zeros(num_rows)
         rotations = tuple(
             (cos.new_zeros(context, cos.shape[1]), sin.new_zeros(context, sin.shape[1])) for cos, sin in self._rotations
         )
@@ -157,8 +157,8 @@ class CorrectionWork(LayerWork):
         self._rows.known_starts.zero_()
 
     def enter(self, twin: CorrectionWork, rows: Rows) -> None:
-        for own, there in zip(self._tensors, twin._tensors, strict=True):
-            there[: len(own)].copy_(own)
+        own = self._tensors
+        torch._foreach_copy_([there[: len(t)] for t, there in zip(own, twin._tensors, strict=True)], own)
 
     @property
     def _tensors(self) -> list[Tensor]:

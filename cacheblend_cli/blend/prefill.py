@@ -148,7 +148,7 @@ class BlendSteps(Steps):
         return self._work
 
     def prepare(self) -> None:
-        """Compute what a choice needs whatever it is, while the GPU computes the scores or waits for KV."""
+        """Compute what `choose_before` needs whatever is chosen, while the GPU computes the scores or waits for KV."""
         self._prompt.rows(self._all.positions)
         self._all.starts  # noqa: B018
 

@@ -33,7 +33,7 @@ class Prompt:
 
     def rows(self, positions: Tensor) -> Rows:
         """Return the rows at `positions` (sorted int64), the same for the same tensor."""
-        if id(positions) not in self._rows:
+        if (rows := self._rows.get(id(positions))) is None:
             length = self.plan.num_tokens
-            self._rows[id(positions)] = rows_of(self.decoder, self.sequence, positions, length, length)
-        return self._rows[id(positions)]
+            rows = self._rows[id(positions)] = rows_of(self.decoder, self.sequence, positions, length, length)
+        return rows

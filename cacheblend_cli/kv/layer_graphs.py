@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ logger = logging.getLogger("cacheblend")
 
 MOST_ROWS = 1024  # with more, a layer of an 8B takes an H100 longer than its launches take the host
 NARROW_TILE, WIDE_TILE = 64, 128  # granularity of rows up to two wide tiles, and above
-MOST_BUCKETS = 32  # further ones are not captured
+MOST_BUCKETS = 48  # further ones are not captured
 PATIENCE = 8  # passes without a layer's graph, after which one captures it
 CAPTURES_A_PASS = 2
 
@@ -197,15 +198,11 @@ class LayerGraphs:
         self._rows = weakref.ref(rows)
         own, padded, meta = self._buffers.first(len(rows)), self._buffers.first(key.num_rows), rows.attention
         num_blocks = min(own.block_table.shape[1], meta.block_table.shape[1])
-        own.positions.copy_(rows.positions)
-        own.slots.copy_(rows.slots)
-        padded.slots[len(rows) :].copy_(own.spare_slots[: key.num_rows - len(rows)])
-        for (cos, sin), (own_cos, own_sin) in zip(own.rotations, rows.rotations, strict=True):
-            cos.copy_(own_cos)
-            sin.copy_(own_sin)
-        own.block_table[:, :num_blocks].copy_(meta.block_table[:, :num_blocks])
-        own.cu_rows.copy_(meta.cu_rows)
-        own.kv_lens.copy_(meta.kv_lens)
+        there = [own.positions, own.slots, padded.slots[len(rows) :], *chain(*own.rotations)]
+        here = [rows.positions, rows.slots, own.spare_slots[: key.num_rows - len(rows)], *chain(*rows.rotations)]
+        there += [own.block_table[:, :num_blocks], own.cu_rows, own.kv_lens]
+        here += [meta.block_table[:, :num_blocks], meta.cu_rows, meta.kv_lens]
+        torch._foreach_copy_(there, here)
 
     def _leave(self) -> None:
         """Take the values of a pass out of the buffers and twins."""

@@ -246,7 +246,7 @@ class Regressed:
     starts: Tensor  # [num_chunks + 1] int32, rows of chunk i are starts[i]:starts[i+1]
     known: Tensor  # [num_known] int32, sorted, the rows that were recomputed
     known_starts: Tensor  # [num_chunks + 1] int32, known rows of chunk i are known[known_starts[i]:known_starts[i+1]]
-    fresh: Tensor  # [num_known] int32, the rows of the fresh k and v that are the known ones
+    fresh: Tensor  # [num_known] int64, the rows of the fresh k and v that are the known ones
     longest: int  # maximum rows of a chunk
 
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.policy import BlendPolicy
-from cacheblend_cli.blend.prefill import blended_prefill
+from cacheblend_cli.blend.prefill import BlendSteps, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.blend.selectors import Evidence, make_selector
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -120,7 +120,7 @@ class Inputs:
                 self.q[:NUM_ROWS], m.positions, self.cache, m, p, torch.zeros(LENGTH)
             )
         known = torch.zeros(NUM_ROWS, dtype=torch.int32)
-        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, known, LENGTH)
+        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, known.long(), LENGTH)
         prior, rotation = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8), (self.cos, self.sin)
         k, v = (x[:NUM_ROWS] for x in (self.k, self.v))
         for damped in (False, True):
@@ -389,8 +389,8 @@ def test_a_layer_is_four_products_and_five_kernels(
     assert not few - more
 
 
-def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many chunks are corrected; and a product, and the two gathers of the fresh K and V."""
+def test_a_corrected_layer_launches_eight_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks are corrected."""
     give_zeros(monkeypatch)
     monkeypatch.setattr(compiled, "multiplies", lambda dtype: False)
     policy = BlendPolicy(make_selector("first"), ((1, 0.2),), correction=Regression)
@@ -399,13 +399,28 @@ def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypat
         "chunk_spread_kernel": 1,
         "standardise_kernel": 1,
         "change_kernel": 1,
+        "common_kernel": 1,
         "covariance_kernel": 1,
         "inverse_kernel": 1,
         "weights_kernel": 1,
         "move_stale_kernel": 1,
-        "mm": 1,
-        "index": 2,
     }
+
+
+def test_choosing_is_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the scores: the GPU waits for the choice, its rows, and the correction's inputs."""
+    give_zeros(monkeypatch)
+    choose, counts = BlendSteps.choose_before, list[int]()
+
+    def counted(steps: BlendSteps, evidence: Evidence) -> None:
+        with Operations() as operations:
+            choose(steps, evidence)
+        counts.append(operations.counts.total())
+
+    monkeypatch.setattr(BlendSteps, "choose_before", counted)
+    policy = BlendPolicy(make_selector("query"), ((1, 0.2),), probe_layers=(1, 2), correction=Regression)
+    launched(tmp_path, 4, policy)
+    assert counts == [17]
 
 
 def test_a_probed_layer_launches_two_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

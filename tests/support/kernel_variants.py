@@ -344,7 +344,7 @@ def _peaks() -> Iterator[KernelVariant]:
 def _correction() -> Iterator[KernelVariant]:
     floats = ("of_chunk", "of_near", "near_length", "far_length", "noise", "least_noise", "less_common")
     types = dict.fromkeys(floats, "fp32") | {"longest": "i32", "stride": "i32", "num_chunks": "i32"}
-    types |= dict.fromkeys(("starts_ptr", "known_ptr", "known_starts_ptr", "fresh_ptr"), "*i32")
+    types |= dict.fromkeys(("starts_ptr", "known_ptr", "known_starts_ptr"), "*i32") | {"fresh_ptr": "*i64"}
     sums = ("mean", "spread", "norms", "sizes", "change", "common", "covariance", "inverse", "weights")
     types |= {f"{name}_ptr": "*fp32" for name in sums}
     for dtype, head_dim, fp8 in product(SIZES, HEAD_DIMS, (False, True)):

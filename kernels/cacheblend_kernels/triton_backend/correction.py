@@ -416,5 +416,5 @@ def _check(k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, cos: Tensor
     check_tensor("starts", rows.starts, (num_chunks + 1,), torch.int32)
     check_tensor("known", rows.known, (num_known,), torch.int32)
     check_tensor("known_starts", rows.known_starts, (num_chunks + 1,), torch.int32)
-    check_tensor("fresh", rows.fresh, (num_known,), torch.int32)
+    check_tensor("fresh", rows.fresh, (num_known,), torch.int64)
     check_device(k, v, cos, sin, *tensors_of(cache), *tensors_of(rows))

@@ -208,7 +208,7 @@ def change_kernel(
     if number >= tl.load(known_starts_ptr + num_chunks):
         return
     row = tl.load(known_ptr + number).to(tl.int64)
-    fresh_row = tl.load(fresh_ptr + number).to(tl.int64)
+    fresh_row = tl.load(fresh_ptr + number)
     slot = tl.load(slots_ptr + row)
     heads = tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_HALF)

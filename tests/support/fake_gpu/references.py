@@ -51,7 +51,7 @@ def correct_stale(
     """`KernelBackend.correct_stale`: chunk by chunk, with a covariance matrix and its inverse."""
     starts, known_starts = rows.starts.tolist(), rows.known_starts.tolist()
     every, known = (x[:n] for x, n in ((rows.slots, starts[-1]), (rows.known.long(), known_starts[-1])))
-    k, v = (x[rows.fresh[: len(known)].long()] for x in (k, v))
+    k, v = (x[rows.fresh[: len(known)]] for x in (k, v))
     cos, sin = (part[: len(every), None] for part in rotation)
     square = cos.square() + sin.square()  # of RoPE's attention factor, else 1
     rotated, old_v = (_pool(c, s)[every] for c, s in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)))
