@@ -149,8 +149,9 @@ class BlendSteps(Steps):
 
     def prepare(self) -> None:
         """Compute what `choose_before` needs whatever is chosen, while the GPU computes the scores or waits for KV."""
-        self._prompt.rows(self._all.positions)
-        self._all.starts  # noqa: B018
+        if self._policy.correction is not None and self._prompt.decoder.kernels.has_correction:
+            self._prompt.rows(self._all.positions)
+            self._all.starts  # noqa: B018
 
     @property
     def is_scored(self) -> bool:

@@ -168,11 +168,10 @@ class LayerGraphs:
             self._buffers = self._buffers or self._new_buffers()
             self._buffers.reset()
             self._buckets[key].twin.reset()
-        except torch.OutOfMemoryError as error:
+            self._play(key, part)
+        except RuntimeError as error:
             self._stop(error)
-            return False
-        self._play(key, part)
-        return True
+        return self.is_on
 
     def _captured(self, key: Bucket, work: LayerWork) -> Captured | None:
         """Return the bucket's graphs, or None if there are too many buckets."""

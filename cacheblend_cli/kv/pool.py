@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,6 @@ from cacheblend_cli.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from cacheblend_cli.kv.block_states import BlockState, BlockStates
-    from cacheblend_cli.kv.layer_graphs import LayerGraphs
     from cacheblend_cli.model.states import StateLayout
 
     Swapped = tuple[list[Tensor], dict[int, BlockState]]
@@ -62,7 +61,7 @@ class KVPool(BlockSpace):
             from cacheblend_cli.kv.block_states import BlockStates
 
             self.states = BlockStates(block_size, state_layout, self.allocator)
-        self.layer_graphs: LayerGraphs | None = None  # of prefills over this pool
+        self.layer_graphs: Callable[..., bool] | None = None  # `LayerGraphs` of prefills over this pool
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:

@@ -358,7 +358,7 @@ def test_an_idle_server_captures_and_no_question_does(tmp_path: Path, monkeypatc
         keys, memory = setup.precompute(engine, store), engine.runtime.memory()
         assert memory is not None
         graphs = memory.pool.layer_graphs
-        assert graphs is not None
+        assert isinstance(graphs, LayerGraphs)
         ask = AskRequest("what is it?", keys, BlendParams(ratio=0.3), SamplingParams(max_tokens=4, ignore_eos=True))
         engine.use(store)
         answers, captured = [], []

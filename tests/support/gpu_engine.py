@@ -118,8 +118,9 @@ def use_pool(engine: Engine, num_blocks: int) -> None:
 def capture_graphs(engine: Engine) -> int:
     """Capture the layers that prompts had no graphs for, as an idle engine does. Returns their number."""
     memory, count = engine.runtime.memory(), 0
-    graphs = None if memory is None else memory.pool.layer_graphs
-    while graphs is not None and graphs.capture_next():
+    assert memory is not None
+    worker = Worker(engine.model.decoder, memory)
+    while worker.prepare():
         count += 1
     return count
 
