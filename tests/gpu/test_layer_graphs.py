@@ -15,8 +15,9 @@ from gpu_engine import Setup, capture_graphs, engine_gpu
 from torch import Tensor
 
 from cacheblend_cli.engine.worker.decode import make_runner
+from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv import layer_graphs
-from cacheblend_cli.kv.forward import FreshKV, LayerStep, Steps, finish, forward, layer_by_layer
+from cacheblend_cli.kv.forward import FreshKV, LayerStep, LayerWork, Steps, finish, forward, layer_by_layer
 from cacheblend_cli.kv.layer_graphs import LayerGraphs, row_bucket
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, rows_of
@@ -198,6 +199,68 @@ def test_passes_that_alternate_keep_their_activations(bench: Bench) -> None:
     assert not bench.gpu.errors
 
 
+class Summed(LayerWork):
+    """Sum of the queries of all layers."""
+
+    key = "sum"
+
+    def __init__(self, total: Tensor, weights: Tensor) -> None:
+        self.total, self._weights = total, weights
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        self.total += (q.flatten(1).nan_to_num() * self._weights[: len(q), None]).sum()
+
+    def twin(self, num_rows: int, context: int) -> Summed:
+        return Summed(torch.zeros_like(self.total), torch.zeros(num_rows, device=CUDA))
+
+    def reset(self) -> None:
+        self._weights.zero_()
+
+    def enter(self, twin: Summed, rows: Rows) -> None:
+        twin.reset()
+        twin._weights[: len(rows)].fill_(1)
+        twin.total.copy_(self.total)
+        self.total = twin.total
+
+    def leave(self) -> None:
+        self.total = self.total.clone()
+
+
+class Summing(Steps):
+    def __init__(self) -> None:
+        self._work = Summed(torch.zeros((), device=CUDA), torch.ones(100, device=CUDA))
+
+    @property
+    def total(self) -> float:
+        return float(self._work.total)
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        self._work.queries(layer, q, rows)
+
+    def work(self, layer: DecoderLayer) -> LayerWork:
+        return self._work
+
+
+def test_passes_that_alternate_keep_what_their_work_found(bench: Bench) -> None:
+    prompts, steps, expected = [ids_of(40), ids_of(45, 9)], [Summing(), Summing()], [Summing(), Summing()]
+    for ids, own in zip(prompts, expected, strict=True):
+        bench.logits(bench.plain, ids, own)
+    bench.logits(bench.pool, ids_of(50), Summing())
+    bench.capture()
+    passes = [
+        layer_by_layer(bench.decoder, bench.rows(bench.pool.new_sequence(len(ids)), len(ids)), upload(ids, CUDA), own)
+        for ids, own in zip(prompts, steps, strict=True)
+    ]
+    for _ in range(NUM_LAYERS - 1):
+        for each in passes:
+            next(each)
+    for each in passes:
+        finish(each)
+    assert bench.num("graph replay") == (NUM_LAYERS - 1) * len(prompts)
+    assert [own.total for own in steps] == pytest.approx([own.total for own in expected], rel=1e-4)
+    assert not bench.gpu.errors
+
+
 def test_the_end_of_a_pass_is_its_own(bench: Bench) -> None:
     """What a pass returns is not overwritten by the next one."""
     bench.logits(bench.pool, ids_of(40))
@@ -341,6 +404,26 @@ def test_a_corrected_or_probed_layer_is_one_replay(
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.generated_ids, ours.chosen) == (theirs.generated_ids, theirs.chosen)
             assert [t.logprob for t in ours.logprobs] == pytest.approx([t.logprob for t in theirs.logprobs], abs=1e-4)
+
+
+def test_a_capture_corrects_no_other_prompt(tmp_path: Path) -> None:
+    """The graphs' tensors still hold the last prompt, whose blocks others may have."""
+    setup = Setup.write(tmp_path, model={"num_hidden_layers": 6})
+    with setup.store() as store, engine_gpu() as gpu:
+        engine = setup.engine("cuda")
+        keys, memory = setup.precompute(engine, store), engine.runtime.memory()
+        assert memory is not None
+        ask = AskRequest("what is it?", keys, BlendParams(ratio=0.3, selector="hkvd"), SamplingParams(max_tokens=1))
+        worker = Worker(engine.model.decoder, memory)
+        engine.run_alone(store, ask)
+        assert worker.prepare()
+        engine.run_alone(store, ask)
+        before = [cache.clone() for cache in memory.pool.tensors]
+        assert worker.prepare()
+        for cache, held in zip(memory.pool.tensors, before, strict=True):
+            changed = (cache.nan_to_num(7.0) != held.nan_to_num(7.0)).flatten(1).any(-1).nonzero()
+            assert set(changed.flatten().tolist()) <= {0}  # the spare block
+        assert not gpu.errors
 
 
 def test_an_idle_server_captures_and_no_question_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
