@@ -128,7 +128,8 @@ class BlendSteps(Steps):
         if layer.index == self._last_layer:
             return LayerStep(next_rows=self.outputs())
         if layer.index == 0 and self._policy.layer0_exact and len(self.candidates):
-            return LayerStep(kv_rows=self._fresh_index)  # at layer 0, K and V depend on the token alone
+            # at layer 0, K and V depend on the token alone
+            return LayerStep(kv_rows=self._fresh_index, kv_taken=self._prompt.rows(self._fresh))
         return LayerStep()
 
     def outputs(self) -> Tensor:
@@ -149,6 +150,7 @@ class BlendSteps(Steps):
 
     def prepare(self) -> None:
         """Compute what `choose_before` needs whatever is chosen, while the GPU computes the scores or waits for KV."""
+        self._prompt.rows(self._fresh)
         if self._policy.correction is not None and self._prompt.decoder.kernels.has_correction:
             self._prompt.rows(self._all.positions)
             self._all.starts  # noqa: B018

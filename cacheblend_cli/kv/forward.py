@@ -41,6 +41,7 @@ class LayerStep:
     """Rows processed by one layer. An index is [n] int64, sorted, into the incoming rows."""
 
     kv_rows: Tensor | None = None  # rows that get fresh K and V; None = all; other rows keep their stored KV
+    kv_taken: Rows | None = None  # these rows, if they are known already
     # rows that continue to Q, attention and MLP; None = all; empty ends the pass; a function if it depends on the fresh
     # K and V
     next_rows: Tensor | Callable[[FreshKV], Tensor] | None = None
@@ -246,7 +247,8 @@ def _project(
     if step.kv_rows is None:
         kv_rows, (k, v) = rows, layer.project_kv(h)
     else:
-        kv_rows, (k, v) = rows.take(step.kv_rows), layer.project_kv(h[step.kv_rows])
+        kv_rows = rows.take(step.kv_rows) if step.kv_taken is None else step.kv_taken
+        k, v = layer.project_kv(h[step.kv_rows])
     fresh = FreshKV(layer, rows, h, k, v)
     steps.fresh(fresh)
     going = step.next_rows(fresh) if callable(step.next_rows) else step.next_rows

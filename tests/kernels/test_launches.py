@@ -24,7 +24,7 @@ from kernel_references import BITS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.blend.corrections import Regression
-from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.blend.prefill import BlendSteps, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Evidence, make_selector
@@ -32,6 +32,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker.memory import warm_up
+from cacheblend_cli.kv.layer_graphs import LayerGraphs
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
@@ -317,6 +318,34 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
     expected = {"load_kv_kernel", "prefill_attention_kernel", "decode_attention_kernel", "rope_and_cache_kernel"}
     assert {launch.kernel.__name__ for launch in launches} >= expected
     lower(launches)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+def test_graphs_launch_nothing_that_the_warm_up_has_not(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same alignment of every argument, so that no capture compiles."""
+    write_checkpoint(tmp_path, family, num_hidden_layers=6)
+    give_zeros(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(LayerGraphs, "_capture", lambda graphs, function: function)
+    with recorded(90) as launches, torch.inference_mode():
+        config = EngineConfig(model=str(tmp_path), device="cpu", attention_backend="triton", dtype="bfloat16")
+        decoder = Engine.load(config).model.decoder
+        pool = KVPool.of(decoder, 8, 64)
+        warm_up(decoder, pool)
+        warmed = {(launch.key, launch.aligned): str(launch) for launch in launches}
+        graphs = pool.layer_graphs = LayerGraphs(decoder, pool, pool.allocator.allocate(1)[0])
+        chunks = [ChunkInput(b"", "", (0,) * num_tokens, same_regime=False) for num_tokens in (40, 37, 51)]
+        plan = plan_prompt([], chunks, [0] * 9, prefix_key=None)
+        prompt = Prompt(decoder, plan, pool.new_sequence(plan.num_tokens), KVLoader())
+        blended_prefill(prompt, policy_of(BlendParams(), 6, layer0_exact=True))
+        del launches[:]
+        assert sum(iter(graphs.capture_next, False)) == 8  # of the probe, and of corrected layers
+    assert {launch.kernel.__name__ for launch in launches} >= {"change_kernel", "key_peaks_kernel"}
+    unexpected = {str(launch) for launch in launches if (launch.key, launch.aligned) not in warmed}
+    assert not unexpected, "\n".join(sorted(unexpected))
 
 
 FREE = (
