@@ -449,7 +449,8 @@ def test_choosing_is_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(BlendSteps, "choose_before", counted)
     policy = BlendPolicy(make_selector("query"), ((1, 0.2),), probe_layers=(1, 2), correction=Regression)
     launched(tmp_path, 4, policy)
-    assert counts == [17]
+    assert len(counts) == 1
+    assert counts[0] <= 17
 
 
 def test_a_probed_layer_launches_two_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
