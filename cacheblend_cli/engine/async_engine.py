@@ -177,15 +177,19 @@ class AsyncEngine:
                 self._emit(state, Failed(error))
 
     def _wait(self) -> bool:
-        """Wait for work. Returns False when the engine is closed."""
+        """Wait for work, and prepare for later requests meanwhile. Returns False when the engine is closed."""
+        core = self._core
+        while not self._is_due() and core.worker.prepare():
+            pass
         with self._changed:
-            core = self._core
-            self._changed.wait_for(
-                lambda: (
-                    (core.busy and not core.waits) or self._arrived or self._work or (self._closing and not core.busy)
-                )
-            )
+            self._changed.wait_for(self._is_due)
             return not self._closing or bool(core.busy or self._arrived or self._work)
+
+    def _is_due(self) -> bool:
+        """Return whether there is something to do, or the engine closes."""
+        core = self._core
+        has_work = (core.busy and not core.waits) or self._arrived or self._work
+        return bool(has_work or (self._closing and not core.busy))
 
     def _aside(self, work: Callable[[], object]) -> Future[Any]:
         """Run `work` in another thread, and wake the engine's at its end."""

@@ -96,9 +96,9 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
     counts = [int(p.shape[0]) for _, p, _ in parts]
     meta = AttentionMetadata(
         positions=positions,
-        cu_rows=upload([0, *accumulate(counts)], device, torch.int32),
+        cu_rows=_uploaded([0, *accumulate(counts)], device),
         block_table=block_tables([s for s, _, _ in parts], device),
-        kv_lens=upload([n for _, _, n in parts], device, torch.int32),
+        kv_lens=_uploaded([n for _, _, n in parts], device),
         max_kv_len=max(n for _, _, n in parts),
         contiguous_slots=tuple(s.contiguous_slot for s, _, _ in parts),
     )
@@ -106,6 +106,16 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
     return Rows(
         parts[0][0].pool, positions, slots, decoder.rope.cos_sin(positions, rope_len), meta, states=_opened(states)
     )
+
+
+def _uploaded(values: list[int], device: torch.device) -> Tensor:
+    """Return ints as int32 on the device; one, or 0 and another one, by a launch, which takes the host less time than
+    pinned memory and a copy."""
+    if len(values) == 1:
+        return torch.full((1,), values[0], dtype=torch.int32, device=device)
+    if len(values) == 2 and 0 == values[0] < values[1]:
+        return torch.arange(0, values[1] + 1, values[1], dtype=torch.int32, device=device)
+    return upload(values, device, torch.int32)
 
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:

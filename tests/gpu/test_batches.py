@@ -15,6 +15,7 @@ from gpu_engine import Setup, check_waits, engine_gpu, use_pool
 
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.kv import layer_graphs
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 ALLOWED_WAITS = {"layers": 0, "decode": 0}
@@ -32,7 +33,8 @@ def engines(
     with setup.store() as store:
         cpu = setup.engine("cpu")
         keys = setup.precompute(cpu, store)
-        with engine_gpu() as gpu:
+        with engine_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer_graphs, "PATIENCE", 0)
             engine = setup.engine("cuda")
             engine.runtime.memory()
             gpu.clear()

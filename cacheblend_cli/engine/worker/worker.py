@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.worker.attention import AttentionObserver
-from cacheblend_cli.engine.worker.decode import EagerRunner
+from cacheblend_cli.engine.worker.decode import EagerRunner, GraphRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.engine.worker.prefill import Launch, PrefillInput, PrefillState
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
@@ -101,6 +101,11 @@ class Worker(BlockSpace):
         if results[0].is_paused:
             self._paused[key] = launch
         return results
+
+    def prepare(self) -> bool:
+        """Capture a graph that a prompt lacked, while there is nothing else to do. Returns False if there is none."""
+        graphs = self._runner.layer_graphs if isinstance(self._runner, GraphRunner) else None
+        return graphs is not None and graphs.capture_next()
 
     def end(self, number: int) -> None:
         """End the prefill with that number, if there is one."""
