@@ -40,7 +40,7 @@ from cacheblend_store.lmdb_file.datafile import DATA
 from machine import CLI, RESULTS, ROOT, Others, read_result, save, table, timed
 
 from cacheblend_cli.collect.commits import GROUP_BYTES
-from cacheblend_cli.kv.loader import make_loader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import spec_from_config

@@ -79,7 +79,7 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, cod
         for layer, chunks in zip(own, kept, strict=True):
             for of, (k, v) in zip(rows, chunks, strict=True):
                 dims = k.shape[-1], v.shape[-1]
-                write_kv(layer, *dequantized(stored_kv(codec, coded(k, v, codec), None, *dims), *dims), of)
+                write_kv(layer, *dequantized(stored_kv(codec, coded(k, v, codec), *dims), *dims), of)
         logits = teacher_forced(decoder, sequence, ids[:start], [*ids[start:], *answer])
         found[codec] = divergence(reference, log_distribution(logits[-len(answer) :]))
     sequence.release()

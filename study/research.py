@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
+from cacheblend_cli.blend.corrections import CORRECTIONS, Correction, old_kv
 from cacheblend_cli.blend.evidence import AtCheckLayer, AttentionProbe, BeforeLayers, attention_weights, run_fresh
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
@@ -83,7 +83,7 @@ class Perturbation:
         return total
 
 
-class MeanShift:
+class MeanShift(Correction):
     """`mean-shift`: shift the old K and V of a chunk by the mean change of its recomputed tokens (AgentKVShift, arXiv
     2607.21604).
 

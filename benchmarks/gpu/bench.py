@@ -30,7 +30,8 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.kv.loader import KVLoader, make_loader
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams, SamplingParams
 

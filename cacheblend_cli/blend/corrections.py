@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Protocol
 
 import torch
 from cacheblend_kernels import Regressed, RegressionPrior, Slots
@@ -15,16 +14,25 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
+from cacheblend_cli.kv.forward import FreshKV, LayerWork
 from cacheblend_cli.kv.pool import KVPool, upload
-from cacheblend_cli.kv.rows import Rows
+from cacheblend_cli.kv.rows import Rows, bucket
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.model.rope import CosSin
 
 
-class Correction(Protocol):
+class Correction(ABC):
     """Created when the tokens to recompute are chosen; applied at every following layer."""
 
-    def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None: ...
+    @abstractmethod
+    def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
+        """Correct the layer's stale rows in the pool. k (before RoPE), v: fresh values of the repaired tokens,
+        [num_repaired, num_kv_heads, head_dim]; the pool still holds their old values and is updated afterwards."""
+
+    def work(self, index: Tensor) -> LayerWork | None:
+        """Return `apply` as the work of a layer, where the repaired tokens are rows `index` [num_repaired] int64; None
+        if it is none that a CUDA graph can hold."""
+        return None
 
 
 def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -40,7 +48,7 @@ def _inverse(cos: Tensor, sin: Tensor) -> CosSin:
     return cos / stretch, -sin / stretch
 
 
-class Regression:
+class Regression(Correction):
     """Predict the change of a chunk's stale K and V from the changes of its recomputed tokens: Gaussian process
     regression, one chunk and layer at a time, over K before RoPE and V together.
 
@@ -61,7 +69,6 @@ class Regression:
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
         self._pool, decoder = prompt.pool, prompt.decoder
-        self._prior = RegressionPrior(CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE, COMMON)
         self._given = prompt, every, repaired
         self._fused = decoder.kernels.has_correction and decoder.part.is_whole and decoder.spec.latent is None
         if self._fused:
@@ -87,14 +94,8 @@ class Regression:
                 self._parts.append(_ChunkBatch.of(prompt, every, number, chunks[start : start + at_once]))
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
-        """Correct the layer's stale rows in the pool. k (before RoPE), v: fresh values of the repaired tokens,
-        [num_repaired, num_kv_heads, head_dim]; the pool still holds their old values and is updated afterwards."""
         if self._fused:
-            rows, rotations = self._rows
-            damped = layer.attention.sliding_window is not None
-            layer.kernels.correct_stale(
-                k, v, self._pool.layers[layer.index], rows, rotations[layer.rope], self._prior, damped
-            )
+            self._alone.apply(layer, k, v, self._pool)
             return
         pairs = zip((k, v), old_kv(layer, self._repaired), strict=True)
         change = torch.cat([(fresh.float() - old).flatten(1) for fresh, old in pairs], -1)
@@ -107,17 +108,63 @@ class Regression:
             part.move(self._pool, layer, change, sizes)
 
     @cached_property
-    def _rows(self) -> tuple[Regressed, tuple[CosSin, ...]]:
-        """Return the rows for a backend's own regression, and cos and sin of each RoPE. Built in the first corrected
-        layer, while a GPU still computes the layer before it; does not wait for that."""
+    def _alone(self) -> CorrectionWork:
+        """Work for fresh values of the repaired tokens alone."""
         prompt, every, repaired = self._given
-        rows, device, lengths = prompt.rows(every.positions), every.positions.device, every.lengths
-        starts = upload([0, *accumulate(lengths)], device, torch.int32)
+        return CorrectionWork.of(prompt, every, repaired, torch.arange(len(repaired), device=every.positions.device))
+
+    def work(self, index: Tensor) -> CorrectionWork | None:
+        return CorrectionWork.of(*self._given, index) if self._fused else None
+
+
+class CorrectionWork(LayerWork):
+    """A backend's own regression, over all chunks. How many tokens of a chunk were recomputed stays on the device."""
+
+    def __init__(self, rows: Regressed, rotations: tuple[CosSin, ...], is_twin: bool = False) -> None:
+        """rotations: cos and sin of each RoPE, at rows."""
+        self._rows, self._rotations, self._is_twin = rows, rotations, is_twin
+        self.key = len(rows.starts), bucket(rows.longest, LEAST_CHUNK_BUCKET)
+
+    @classmethod
+    def of(cls, prompt: Prompt, every: Candidates, repaired: Candidates, index: Tensor) -> CorrectionWork:
+        """Build the work without waiting for the device."""
+        rows, starts = prompt.rows(every.positions), every.starts
         known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)
         known_starts = torch.searchsorted(known, starts, out_int32=True)
-        so_far = known_starts[1:, None]
-        average = (torch.arange(len(known), device=device) < so_far) / so_far.clamp_min(1)
-        return Regressed(rows.slots, starts, known, known_starts, average, max(lengths)), rows.rotations
+        return cls(Regressed(rows.slots, starts, known, known_starts, index, max(every.lengths)), rows.rotations)
+
+    def fresh(self, fresh: FreshKV) -> None:
+        self.apply(fresh.layer, fresh.k, fresh.v, fresh.rows.pool)
+
+    def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool) -> None:
+        """Correct the layer's stale rows. k (before RoPE), v: fresh values, [num_rows, num_kv_heads, head_dim]."""
+        rows = replace(self._rows) if self._is_twin else self._rows  # graphs share memory: its workspace is not kept
+        damped = layer.attention.sliding_window is not None
+        layer.kernels.correct_stale(k, v, pool.layers[layer.index], rows, self._rotations[layer.rope], PRIOR, damped)
+
+    def twin(self, num_rows: int, context: int) -> CorrectionWork:
+        rows, longest = self._rows, bucket(self._rows.longest, LEAST_CHUNK_BUCKET)
+        slots, starts = rows.slots.new_zeros(context), torch.zeros_like(rows.starts)
+        known, fresh = rows.known.new_zeros(num_rows), rows.fresh.new_zeros(num_rows)
+        rotations = tuple(
+            (cos.new_zeros(context, cos.shape[1]), sin.new_zeros(context, sin.shape[1])) for cos, sin in self._rotations
+        )
+        own = Regressed(slots, starts, known, torch.zeros_like(starts), fresh, longest)
+        return CorrectionWork(own, rotations, is_twin=True)
+
+    def reset(self) -> None:
+        self._rows.starts.zero_()
+        self._rows.known_starts.zero_()
+
+    def enter(self, twin: CorrectionWork, rows: Rows) -> None:
+        own = self._tensors
+        torch._foreach_copy_([there[: len(t)] for t, there in zip(own, twin._tensors, strict=True)], own)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        rows = self._rows
+        tables = [table for rotation in self._rotations for table in rotation]
+        return [rows.slots, rows.starts, rows.known, rows.known_starts, rows.fresh, *tables]
 
 
 @dataclass(frozen=True)
@@ -240,9 +287,14 @@ CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
 chunk. NEAR: of close tokens, decaying over LENGTHS (tokens). NOISE: a token's own part of a change of mean size.
 LEAST_NOISE: minimum of that part. Doubling or halving any of them hardly changes the unexplained rest."""
 
+LEAST_CHUNK_BUCKET = 64
+"""Tokens of the longest chunk in the smallest bucket of prompts whose corrections share graphs."""
+
 COMMON = 0.8
 """Share of the chunks' common change that K follows. 1 leaves larger outliers on long chunks, 0.65 is less accurate on
 short ones (study/fidelity.md)."""
+
+PRIOR = RegressionPrior(CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE, COMMON)
 
 CorrectionKind = Callable[[Prompt, Candidates, Candidates], Correction]
 CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression}

@@ -27,25 +27,31 @@ import math
 from cacheblend_cli.types import Decision, Estimate, Speeds, Workload
 
 
-def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
+def decide(speeds: Speeds, work: Workload, floor: float, full: Speeds | None = None) -> Decision:
     """Return the largest ratio that is free, at least `floor`; or a full prefill if it is estimated to be no slower.
+    full: speeds of full prefills, None if they are the same."""
+    ratio = min(1.0, max(floor, free_ratio(speeds, work)))
+    return or_full(at_ratio(speeds, work, ratio, floor, full), work, full or speeds)
+
+
+def at_ratio(speeds: Speeds, work: Workload, ratio: float, floor: float, full: Speeds | None = None) -> Decision:
+    """Return the decision for a blended prefill at this ratio, with the estimates. full: as for `decide`."""
+    chosen = _chosen(work, ratio)
+    compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2)) + _moved_s(speeds, work, chosen)
+    both = estimate(speeds, work, ratio), estimate_full(full or speeds, work)
+    return Decision("blend", ratio, floor, compute, _layer_load_s(speeds, work), *both)
+
+
+def or_full(blend: Decision, work: Workload, full: Speeds) -> Decision:
+    """Return the decision for a full prefill if it is estimated to be no slower than the blended one.
 
     With nothing cached the two are the same, and the mode is blend: chunks that had to be computed are stored
     afterwards.
     """
-    blend = at_ratio(speeds, work, min(1.0, max(floor, free_ratio(speeds, work))), floor)
     if work.kv_bytes and blend.full.prefill_s <= blend.chosen.prefill_s:
-        layer_s = _layer_s(speeds, *_full_rows(work))
-        return Decision("full", 1.0, floor, layer_s, blend.layer_load_s, blend.full, blend.full)
+        layer_s = _layer_s(full, *_full_rows(work))
+        return Decision("full", 1.0, blend.floor, layer_s, blend.layer_load_s, blend.full, blend.full)
     return blend
-
-
-def at_ratio(speeds: Speeds, work: Workload, ratio: float, floor: float) -> Decision:
-    """Return the decision for a blended prefill at this ratio, with the estimates."""
-    chosen = _chosen(work, ratio)
-    compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2)) + _moved_s(speeds, work, chosen)
-    both = estimate(speeds, work, ratio), estimate_full(speeds, work)
-    return Decision("blend", ratio, floor, compute, _layer_load_s(speeds, work), *both)
 
 
 def free_ratio(speeds: Speeds, work: Workload) -> float:
@@ -92,15 +98,27 @@ def estimate_full(speeds: Speeds, work: Workload) -> Estimate:
     return Estimate(seconds, seconds, 0.0, 0.0)
 
 
-def learn(speeds: Speeds, predicted_s: float, computed_s: float, kv_bytes: int, load_s: float, rest_s: float) -> Speeds:
+def learn(
+    speeds: Speeds,
+    predicted_s: float,
+    computed_s: float,
+    kv_bytes: int,
+    load_s: float,
+    rest_s: float,
+    is_measured: bool = True,
+) -> Speeds:
     """Return the speeds updated with one more prefill, as running averages.
 
     predicted_s and computed_s: estimated and measured compute time; kv_bytes, load_s: bytes loaded and seconds (0:
-    nothing loaded); rest_s: from the end of the prefill to the first token.
+    nothing loaded); rest_s: from the end of the prefill to the first token. is_measured: the first speeds were
+    measured, which counts as one prefill. Otherwise the first prefill replaces them, and slower ones after it count
+    little, since kernels are compiled and graphs captured in some of them.
     """
-    share = max(_NEW, 1 / (speeds.prefills + 2))  # the measurement counts as one prefill
+    share = max(_NEW, 1 / (speeds.prefills + 1 + is_measured))
     factor = (computed_s / predicted_s) if predicted_s > 0 and computed_s > 0 else 1.0
-    factor = min(_MOST, max(1 / _MOST, factor)) ** share  # limits the influence of one outlier
+    if share < 1:
+        share = _NEW if factor > 1 and not is_measured else share
+        factor = min(_MOST, max(1 / _MOST, factor)) ** share  # limits the influence of one outlier
     bytes_per_s = speeds.bytes_per_s
     if kv_bytes and load_s > 0:
         found = kv_bytes / load_s

@@ -10,9 +10,11 @@ from torch import Tensor
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import (
+    NO_WORK,
     FreshKV,
     Hidden,
     LayerStep,
+    LayerWork,
     Pass,
     Steps,
     finish,
@@ -83,12 +85,13 @@ class AttentionProbe(Steps):
     ) -> None:
         self._prompt, self._probe_layers, self._candidates, self._stop = prompt, probe_layers, candidates, stop
         self._num_rows = len(prompt.plan.segments[-1].token_ids)
-        self._peaks = torch.zeros(prompt.plan.num_tokens, device=prompt.decoder.device)
+        self._peaks = PeaksWork(torch.zeros(prompt.plan.num_tokens, device=prompt.decoder.device), self._num_rows)
+        self._has_kernel = prompt.decoder.kernels.has_attention_peaks and prompt.decoder.spec.latent is None
 
     @property
     def found(self) -> Tensor:
         """Largest attention weight on each candidate so far, [n] fp32."""
-        return self._peaks[self._candidates.positions]
+        return self._peaks.found[self._candidates.positions]
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         if layer.own_kv:
@@ -98,7 +101,47 @@ class AttentionProbe(Steps):
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         if layer.index in self._probe_layers:
             q, positions = q[-self._num_rows :], rows.positions[-self._num_rows :]
-            attention_peaks(self._prompt.sequence, layer, q, positions, rows, self._peaks)
+            attention_peaks(self._prompt.sequence, layer, q, positions, rows, self._peaks.found)
+
+    def work(self, layer: DecoderLayer) -> LayerWork | None:
+        if layer.index not in self._probe_layers:
+            return NO_WORK
+        return self._peaks if self._has_kernel else None
+
+
+class PeaksWork(LayerWork):
+    """`attention_peaks` of a pass's last num_rows rows, by a kernel. found: peaks so far, fp32 [kv_len]."""
+
+    key = "attention peaks"
+
+    def __init__(self, found: Tensor, num_rows: int) -> None:
+        self.found, self._num_rows = found, num_rows
+        self._positions: Tensor | None = None  # of a twin: [rows of the bucket] int64, -1 for rows that do not count
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        cache, positions = rows.pool.layers[layer.index], self._positions
+        assert positions is not None
+        layer.kernels.attention_peaks(q, positions, cache, rows.attention, layer.attention, self.found)
+
+    def twin(self, num_rows: int, context: int) -> PeaksWork:
+        twin = PeaksWork(self.found.new_zeros(context), self._num_rows)
+        twin._positions = torch.full((num_rows,), -1, device=self.found.device)
+        return twin
+
+    def reset(self) -> None:
+        assert self._positions is not None
+        self._positions.fill_(-1)
+
+    def enter(self, twin: PeaksWork, rows: Rows) -> None:
+        twin.reset()
+        first = max(0, len(rows) - self._num_rows)
+        assert twin._positions is not None
+        twin._positions[first : len(rows)].copy_(rows.positions[first:])
+        twin.found[: len(self.found)].copy_(self.found)
+        self.found = twin.found[: len(self.found)]
+
+    def leave(self) -> None:
+        self.found = self.found.clone()
 
 
 class AtCheckLayer:

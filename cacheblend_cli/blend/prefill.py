@@ -28,7 +28,18 @@ from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
 from cacheblend_cli.kv.device_time import DeviceTime
-from cacheblend_cli.kv.forward import FreshKV, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer, write_kv
+from cacheblend_cli.kv.forward import (
+    NO_WORK,
+    FreshKV,
+    LayerStep,
+    LayerWork,
+    Pass,
+    Steps,
+    finish,
+    last_narrowing,
+    layer_by_layer,
+    write_kv,
+)
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -78,7 +89,9 @@ def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor
     if not policy.needs_check_layer:
         evidence = BeforeLayers(prompt, policy.probe_layers)
         if steps.is_scored and policy.probes:
-            yield from evidence.probe(steps.candidates)
+            for num_rows in evidence.probe(steps.candidates):
+                steps.prepare()
+                yield num_rows
         steps.choose_before(evidence)
     rows = steps.rows
     hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps)
@@ -94,6 +107,7 @@ class BlendSteps(Steps):
         self._prompt, self._policy, self._output_positions = prompt, policy, output_positions
         self._all, self._fresh = _split(prompt.plan, prompt.decoder.device)
         self._correction: Correction | None = None
+        self._work: LayerWork | None = NO_WORK
         self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
         self._last_layer = last_narrowing(prompt.decoder)  # after its K and V only output rows go on
@@ -114,7 +128,8 @@ class BlendSteps(Steps):
         if layer.index == self._last_layer:
             return LayerStep(next_rows=self.outputs())
         if layer.index == 0 and self._policy.layer0_exact and len(self.candidates):
-            return LayerStep(kv_rows=self._fresh_index)  # at layer 0, K and V depend on the token alone
+            # at layer 0, K and V depend on the token alone
+            return LayerStep(kv_rows=self._fresh_index, kv_taken=self._prompt.rows(self._fresh))
         return LayerStep()
 
     def outputs(self) -> Tensor:
@@ -123,8 +138,22 @@ class BlendSteps(Steps):
 
     def fresh(self, fresh: FreshKV) -> None:
         """Correct the old KV of rows dropped by an earlier choice, based on the fresh K and V."""
-        if self._correction is not None and fresh.layer.index > 0:
+        if self._correction is None or fresh.layer.index == 0:
+            return
+        if self._work is not None:
+            self._work.fresh(fresh)
+        else:
             self._correction.apply(fresh.layer, fresh.k[self._candidate_index], fresh.v[self._candidate_index])
+
+    def work(self, layer: DecoderLayer) -> LayerWork | None:
+        return self._work
+
+    def prepare(self) -> None:
+        """Compute what `choose_before` needs whatever is chosen, while the GPU computes the scores or waits for KV."""
+        self._prompt.rows(self._fresh)
+        if self._policy.correction is not None and self._prompt.decoder.kernels.has_correction:
+            self._prompt.rows(self._all.positions)
+            self._all.starts  # noqa: B018
 
     @property
     def is_scored(self) -> bool:
@@ -160,6 +189,7 @@ class BlendSteps(Steps):
         self._fresh_index = torch.searchsorted(positions, self._fresh)
         if narrowed and len(candidates) and self._policy.correction is not None:
             self._correction = self._policy.correction(self._prompt, self._all, candidates)
+            self._work = self._correction.work(self._candidate_index)
 
     def _status(self, layer: int) -> LayerStatus:
         if layer in self._ratios:

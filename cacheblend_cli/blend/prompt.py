@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -20,6 +20,7 @@ class Prompt:
     plan: PromptPlan
     sequence: PagedSequence  # has capacity for at least the plan's tokens
     loader: KVLoader
+    _rows: dict[int, Rows] = field(default_factory=dict, repr=False)  # by the id of their positions, which they hold
 
     @property
     def pool(self) -> KVPool:
@@ -31,5 +32,8 @@ class Prompt:
         return upload(self.plan.token_ids, self.decoder.device)
 
     def rows(self, positions: Tensor) -> Rows:
-        """Return the rows at `positions` (sorted int64)."""
-        return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens)
+        """Return the rows at `positions` (sorted int64), the same for the same tensor."""
+        if (rows := self._rows.get(id(positions))) is None:
+            length = self.plan.num_tokens
+            rows = self._rows[id(positions)] = rows_of(self.decoder, self.sequence, positions, length, length)
+        return rows

@@ -9,6 +9,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -16,7 +18,11 @@ from torch import Tensor
 
 from cacheblend_cli import extensions
 from cacheblend_cli.kv.pool import upload
+from cacheblend_cli.kv.rows import bucket
 from cacheblend_cli.types.blend import SELECTORS, parse_selector
+
+LEAST_CHUNKS_BUCKET = 8
+"""Chunks in the smallest bucket of prompts whose corrections share graphs."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,14 @@ class Candidates:
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each chunk. Waits for the device if `sizes` is not set."""
         return self.sizes or tuple(torch.unique_consecutive(self.chunk, return_counts=True)[1].tolist())
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """First token of each chunk, [num_chunks + 1] int32, ending in the number of tokens. Chunks without tokens
+        follow, so that prompts with about as many chunks share graphs."""
+        starts = [0, *accumulate(self.lengths)]
+        missing = bucket(len(starts) - 1, LEAST_CHUNKS_BUCKET) + 1 - len(starts)
+        return upload([*starts, *starts[-1:] * missing], self.positions.device, torch.int32)
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])

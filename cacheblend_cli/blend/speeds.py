@@ -23,7 +23,6 @@ from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import KVOnly, Steps, finish, layer_by_layer
-from cacheblend_cli.kv.loader import ZeroLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_alone
 from cacheblend_cli.model.decoder import Decoder
@@ -41,12 +40,13 @@ MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 _decode = msgspec.json.Decoder(Speeds).decode
 
 
-def speed_file(model: Loaded, codec: str) -> Path:
-    """Return the path of the speeds of a model on this machine, device, number of threads and KV dtype, in JSON."""
+def speed_file(model: Loaded, codec: str, num_tokens: int = 0) -> Path:
+    """Return the path of the speeds of a model on this machine, device, number of threads and KV dtype, in JSON.
+    num_tokens: on a GPU, length of the blended prompts that they are for; 0: speeds of full prefills."""
     decoder = model.decoder
     device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]
     if decoder.device.type == "cuda":
-        device.append(torch.cuda.get_device_name(decoder.device))
+        device += [torch.cuda.get_device_name(decoder.device), num_tokens]
     pool = "auto" if decoder.kv_scales is None else "float8"
     identity = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
     return user_cache.place("speeds", *identity)
@@ -112,6 +112,13 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
     return Speeds(layer_s, row_s, pair_s, statistics.median(times[1:]), moved_s=moved_s)
 
 
+def full_speeds(spec: ModelSpec, times: Sequence[tuple[int, float]]) -> Speeds:
+    """Return the speeds of full prefills. times: (rows, seconds) of each."""
+    once, row_s, pair_s = fit([n for n, _ in times], [seconds for _, seconds in times])
+    layers = spec.num_kv_layers  # the last computes K and V of all rows, and the rest of one
+    return Speeds(once / layers, row_s / (layers - 1 + kv_share(spec)), pair_s / max(1, layers - 1), head_s=0.0)
+
+
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Fit (layer_s, row_s, pair_s), not negative, to the seconds of causal prefills, by relative error. rows: of
     each."""
@@ -139,6 +146,8 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
 
 def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
     """Return the seconds per corrected row and layer, by the default correction."""
+    from cacheblend_cli.kv.staging import ZeroLoader
+
     num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
     sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
     plan = PromptPlan((Segment("chunk", 0, (0,) * num_rows, "blended"),))

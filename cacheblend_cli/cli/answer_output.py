@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
-from cacheblend_cli.types import NO_RATIO, AnswerEvent, CompletedAnswer, Notes, Piece, Progress, unsupported_line
+from cacheblend_cli.types import (
+    FULL_IS_FASTER,
+    NO_RATIO,
+    AnswerEvent,
+    CompletedAnswer,
+    Notes,
+    Piece,
+    Progress,
+    unsupported_line,
+)
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -248,7 +257,9 @@ def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) ->
         work = f"{answer.exact_tokens:,} of {of} restored, the others computed: the model has recurrent layers"
     else:
         work = f"{answer.recomputed_tokens / answer.cached_tokens:.0%} of {counted(answer.cached_tokens, 'cached token')} recomputed"
-    if answer.auto:
+    if answer.ratio_from == FULL_IS_FASTER:
+        work += ", the faster way here"
+    elif answer.auto:
         work += " by --ratio auto"
     computed = sum(chunk.status == "computed" for chunk in answer.chunks)
     if computed and answer.mode != "full":
@@ -275,7 +286,7 @@ def detail_line(answer: Answer) -> str:
             f"the other {inexact:,} recomputed"
         ]
     t = answer.timing
-    if answer.auto:
+    if answer.auto and answer.ratio_from != FULL_IS_FASTER:
         parts.append(f"--ratio auto chose {answer.auto.decision.mode} {answer.ratio:.2g}")
     if t.model_load_s:
         parts.append(f"model loaded in {t.model_load_s:.1f} s")

@@ -238,7 +238,7 @@ class _Place:
         """Yield the kept KV of a hybrid's only sequence, with states. It is computed in the slices of a prompt
         (`PromptPlan.in_order`), so that a prompt restores what it would compute, to the bit."""
         assert self._pool.states is not None
-        rows, [held], last = slice_rows(self._decoder.device), self._held, sequence.kept[-1].end
+        rows, [held], last = slice_rows(self._decoder), self._held, sequence.kept[-1].end
         cuts = {0, *(c for k in sequence.kept for c in (k.start, k.end))}
         cuts |= {at - self._first for at in range(0, self._first + last, rows) if at > self._first}
         ends, parts = {k.end: k for k in sequence.kept}, list[ChunkKV]()

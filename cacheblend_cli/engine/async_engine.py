@@ -177,15 +177,19 @@ class AsyncEngine:
                 self._emit(state, Failed(error))
 
     def _wait(self) -> bool:
-        """Wait for work. Returns False when the engine is closed."""
+        """Wait for work, and prepare for later requests meanwhile. Returns False when the engine is closed."""
+        core = self._core
+        while not self._is_due() and core.worker.prepare():
+            pass
         with self._changed:
-            core = self._core
-            self._changed.wait_for(
-                lambda: (
-                    (core.busy and not core.waits) or self._arrived or self._work or (self._closing and not core.busy)
-                )
-            )
+            self._changed.wait_for(self._is_due)
             return not self._closing or bool(core.busy or self._arrived or self._work)
+
+    def _is_due(self) -> bool:
+        """Return whether there is something to do, or the engine closes."""
+        core = self._core
+        has_work = (core.busy and not core.waits) or self._arrived or self._work
+        return bool(has_work or (self._closing and not core.busy))
 
     def _aside(self, work: Callable[[], object]) -> Future[Any]:
         """Run `work` in another thread, and wake the engine's at its end."""
@@ -238,7 +242,7 @@ class AsyncEngine:
 
     def _snapshot(self) -> EngineStats:
         scheduler, allocator = self._core.scheduler, self._core.blocks.space.allocator
-        block_bytes = self._core.block_bytes
+        block_bytes, cache = self._core.block_bytes, self._core.worker.host_cache
         return replace(
             self._core.counts,
             running=len(scheduler.with_status(SequenceStatus.RUNNING)),
@@ -249,6 +253,7 @@ class AsyncEngine:
             blocks_free=allocator.num_free - allocator.num_cached,
             blocks_used=allocator.num_used,
             blocks_cached=allocator.num_cached,
+            **({} if cache is None else cache.counts),
         )
 
 

@@ -10,7 +10,7 @@ from cacheblend_cli.prompt.wording import check_prompt, parse_variables
 from cacheblend_cli.settings.fields import check_kv_dtype
 
 POOL_DTYPES = ("auto", "float8_e4m3")
-MOST_SWAP = 1 << 20  # GiB: a petabyte
+MOST_HOST = 1 << 20  # GiB: a petabyte
 _DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d{1,4})?|mps(:0)?")
 
@@ -29,6 +29,7 @@ class EngineConfig:
     threads: int | None = None  # CPU threads, None for torch's choice
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory to use, weights included
     swap_space: float = 4.0  # GiB of host memory for KV of preempted answers; KV beyond it is computed again
+    host_cache: float | None = None  # GiB of host memory that keeps KV sent to a GPU; None: a share of what is free
     kv_dtype: str = "auto"  # codec of stored KV
     eager: bool = False  # decode without CUDA graphs
     kv_pool_dtype: str = "auto"  # of K and V while a question is answered, "auto" for the compute dtype
@@ -53,11 +54,15 @@ class EngineConfig:
                 f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not a share above 0 and up to 1",
                 "0.9 leaves a tenth of the GPU's memory free",
             )
-        if not 0 <= self.swap_space < MOST_SWAP:
-            raise UsageError(
-                f"--swap-space {self.swap_space:g} is not a number of GiB from 0 to {MOST_SWAP:,}",
-                "4 is the default, 0 turns swapping off",
-            )
+        _check_host("swap-space", self.swap_space, "4 is the default, 0 turns swapping off")
+        _check_host(
+            "host-cache", self.host_cache or 0.0, "a quarter of the free memory is the default, 0 keeps nothing"
+        )
         parse_variables(self.template_var)
         if self.prompt:
             check_prompt(self.prompt)
+
+
+def _check_host(flag: str, size: float, hint: str) -> None:
+    if not 0 <= size < MOST_HOST:
+        raise UsageError(f"--{flag} {size:g} is not a number of GiB from 0 to {MOST_HOST:,}", hint)

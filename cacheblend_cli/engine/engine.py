@@ -130,7 +130,7 @@ class Engine(Documents):
             prompt.fresh_tokens,
             kv_bytes(request),
             [ChunkPlan(s.key.hex() if s.key else "", s.source, s.num_tokens, s.status) for s in prompt.chunks],
-            report,
+            report if request.options.auto else None,
             request.notes,
         )
 

@@ -92,6 +92,9 @@ class EngineStats:
     swap_bytes: int = 0  # swapped out
     swap_space_bytes: int = 0
     pool_bytes: int = 0  # all blocks, used or free
+    host_cache_bytes: int = 0  # pinned memory that keeps KV sent to a GPU
+    host_cache_hits: int = 0  # chunks sent from there
+    host_cache_misses: int = 0  # chunks read from the store
     preempted: int = 0  # answers that gave up their blocks
     recomputed: int = 0  # of these, those whose KV was dropped because the swap space was full
     joined: int = 0  # short prompts that shared a launch

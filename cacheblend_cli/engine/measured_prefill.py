@@ -106,7 +106,8 @@ def prefill(
     report = None
     if request.options.auto:
         request, report = decided(runtime, replace(request, started=time.perf_counter()))
-    start = time.perf_counter()
+    start, memory = time.perf_counter(), runtime.memory()
+    cache = None if memory is None else memory.host_cache
     while True:
         plan = request.plan
         runtime.check_length(plan.num_tokens, headroom)
@@ -114,7 +115,7 @@ def prefill(
         rows = slice_rows or runtime.slice_rows
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
-            with closing(PrefillState(decoder, request.source, sequence, given).open()) as state:
+            with closing(PrefillState(decoder, request.source, sequence, given, host_cache=cache).open()) as state:
                 result = state.rest() if output_positions is None else state.whole(output_positions(plan))
                 done = Prefilled(request, result, runtime=runtime, sequence=sequence)
             if report is None:

@@ -88,7 +88,7 @@ class Runtime(Prompts):
         self.driver: Driver | OneProcess = OneProcess()
         self.say: Say = lambda text: None  # callback for what takes time once on a machine
         self.progress: Say = lambda text: None  # callback for what takes time
-        self.speeds: dict[str, Speeds] = {}  # of this machine by codec, see features/auto_ratio.py
+        self.speeds: dict[tuple[str, int], Speeds] = {}  # by codec and length, see features/auto_ratio.py
         self._memory = memory
 
     @classmethod
@@ -200,7 +200,7 @@ class Runtime(Prompts):
     @property
     def slice_rows(self) -> int:
         """Positions of a prefill slice, a multiple of the block size."""
-        return max(slice_rows(self.decoder.device), self.config.block_size)
+        return max(slice_rows(self.decoder), self.config.block_size)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for `doctor`."""

@@ -7,9 +7,9 @@ results. A pass can pause between two layers (`layer_by_layer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,10 +41,40 @@ class LayerStep:
     """Rows processed by one layer. An index is [n] int64, sorted, into the incoming rows."""
 
     kv_rows: Tensor | None = None  # rows that get fresh K and V; None = all; other rows keep their stored KV
+    kv_taken: Rows | None = None  # these rows, if they are known already
     # rows that continue to Q, attention and MLP; None = all; empty ends the pass; a function if it depends on the fresh
     # K and V
     next_rows: Tensor | Callable[[FreshKV], Tensor] | None = None
     stop: bool = False  # end the pass after the queries were observed
+
+
+class LayerWork:
+    """Launches of `Steps` in a layer that a CUDA graph can hold, here none. They read no values on the host. A graph
+    holds a `twin`, whose tensors outlive the pass and are as long as a bucket's passes need."""
+
+    key: Hashable = None  # work with the same key can share a graph
+
+    def twin(self, num_rows: int, context: int) -> Self:
+        """Return work of the same key for passes of up to num_rows rows over `context` positions."""
+        return self
+
+    def reset(self) -> None:
+        """Let a twin change nothing."""
+
+    def enter(self, twin: Self, rows: Rows) -> None:
+        """Copy the values of a pass over `rows` to the twin, which replaces this work until `leave`."""
+
+    def leave(self) -> None:
+        """Keep what the twin has found: another pass takes it."""
+
+    def fresh(self, fresh: FreshKV) -> None:
+        """`Steps.fresh`."""
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        """`Steps.queries`."""
+
+
+NO_WORK = LayerWork()
 
 
 class Steps:
@@ -71,6 +101,13 @@ class Steps:
 
     def attended(self, layer: DecoderLayer, output: Tensor) -> None:
         """Called after attention. output: before o_proj, [num_rows, num_heads, head_dim]."""
+
+    def work(self, layer: DecoderLayer) -> LayerWork | None:
+        """Return the layer's `fresh` and `queries` for a graph, which calls them in their place; None if there must be
+        no graph."""
+        own, base = type(self), Steps
+        alike = own.fresh is base.fresh and own.queries is base.queries and own.attended is base.attended
+        return NO_WORK if alike else None
 
 
 class KVOnly(Steps):
@@ -156,6 +193,8 @@ def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps
             assert rows.states is not None
             between.put(layer.before(between.take()[0], rows.states), None)
         if graphs is not None and graphs(layer, between, rows, step, steps):
+            if step.stop:
+                return None
             continue
         with decoding(rows.decode):
             # no name holds delta: tensors are freed before attention and MLP, activations are most of a pass's memory
@@ -208,7 +247,8 @@ def _project(
     if step.kv_rows is None:
         kv_rows, (k, v) = rows, layer.project_kv(h)
     else:
-        kv_rows, (k, v) = rows.take(step.kv_rows), layer.project_kv(h[step.kv_rows])
+        kv_rows = rows.take(step.kv_rows) if step.kv_taken is None else step.kv_taken
+        k, v = layer.project_kv(h[step.kv_rows])
     fresh = FreshKV(layer, rows, h, k, v)
     steps.fresh(fresh)
     going = step.next_rows(fresh) if callable(step.next_rows) else step.next_rows

@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import product
 
 import torch
 
+Part = tuple[int, int]
+"""A group of layers of a chunk: numbers of the group and of the chunk."""
+
 
 class LoadQueue:
-    """Work queue of the loader threads: parts of layers, in layer order, so that layer 0 is complete first.
+    """Work queue of the loader threads: parts in the order in which they are needed, so that the first group of layers
+    is complete first.
 
-    The computing thread waits for a layer, and meanwhile runs its share of the work on arrived parts. An
-    error in any thread is raised in every waiter.
+    An error in any thread is raised in every waiter.
     """
 
-    def __init__(self, num_layers: int, num_parts: int) -> None:
-        self._parts = product(range(num_layers), range(num_parts))  # to be taken
-        self._missing = [num_parts] * num_layers
-        self._left: list[Callable[[], None]] = []
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = deque(parts)  # to be taken
+        self._missing = Counter(group for group, _ in parts)
         self._stopped = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def take(self) -> tuple[int, int] | None:
-        """Return the next (layer, part), or None when nothing is left to do."""
+    def take(self, may_begin: Callable[[Part], bool] = lambda part: True) -> Part | None:
+        """Return the next part; None when nothing is left to do, or if the next part may not begin yet."""
         with self._changed:
-            return None if self._stopped else next(self._parts, None)
+            taken = not self._stopped and self._parts and may_begin(self._parts[0])
+            return self._parts.popleft() if taken else None
 
-    def arrived(self, layer: int, rest: Callable[[], None] | None = None) -> None:
-        """Record that one more part of the layer is loaded, except for `rest`, which the computing thread runs."""
+    @property
+    def is_taken(self) -> bool:
+        """Return whether no part will be taken any more."""
+        return self._stopped or not self._parts
+
+    def arrived(self, group: int) -> None:
+        """Record that one more part of the group is loaded."""
         with self._changed:
-            self._missing[layer] -= 1
-            if rest is not None:
-                self._left.append(rest)
-            if rest is not None or self._missing[layer] == 0:
+            self._missing[group] -= 1
+            if self._missing[group] == 0:
                 self._changed.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -47,22 +53,16 @@ class LoadQueue:
             self._stopped, self._error = True, self._error or error
             self._changed.notify_all()
 
-    def wait(self, layer: int) -> None:
-        """Return when the whole layer is loaded. Raises the error that stopped the queue."""
-        while not self.is_ready(layer):
-            with self._changed:
-                self._changed.wait_for(lambda: self._error is not None or self._left or self._missing[layer] == 0)
+    def is_ready(self, group: int) -> bool:
+        """Return whether `wait` does not wait for a thread."""
+        return self._error is not None or self._missing[group] == 0
 
-    def is_ready(self, layer: int) -> bool:
-        """Run the rest of arrived parts, which later parts may wait for, and return whether the whole layer is loaded.
-        Raises the error that stopped the queue."""
+    def wait(self, group: int) -> None:
+        """Return when the whole group is loaded. Raises the error that stopped the queue."""
         with self._changed:
+            self._changed.wait_for(lambda: self.is_ready(group))
             if self._error is not None:
                 raise self._error
-            complete, left, self._left = self._missing[layer] == 0, self._left, []
-        for rest in left:
-            rest()
-        return complete
 
 
 @cache

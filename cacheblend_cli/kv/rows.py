@@ -25,11 +25,17 @@ LEAST_KV_BUCKET = 1024
 """Positions of the smallest bucket of contexts of CUDA graphs."""
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
+NARROW = 2048
+"""Hidden size up to which a GPU computes GPU_SLICE_ROWS rows of a layer faster than the host launches its kernels."""
 
 
-def slice_rows(device: torch.device) -> int:
-    """Return the positions of a prefill per step on the device."""
-    return SLICE_ROWS if device.type == "cpu" else GPU_SLICE_ROWS
+def slice_rows(decoder: Decoder) -> int:
+    """Return the positions of a prefill per step. They depend on the model and the kind of device alone, since the bits
+    of KV and logits depend on them."""
+    if decoder.device.type == "cpu":
+        return SLICE_ROWS
+    is_narrow = decoder.device.type == "cuda" and decoder.spec.hidden_size <= NARROW
+    return 2 * GPU_SLICE_ROWS if is_narrow else GPU_SLICE_ROWS
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,9 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
     counts = [int(p.shape[0]) for _, p, _ in parts]
     meta = AttentionMetadata(
         positions=positions,
-        cu_rows=upload([0, *accumulate(counts)], device, torch.int32),
+        cu_rows=_uploaded([0, *accumulate(counts)], device),
         block_table=block_tables([s for s, _, _ in parts], device),
-        kv_lens=upload([n for _, _, n in parts], device, torch.int32),
+        kv_lens=_uploaded([n for _, _, n in parts], device),
         max_kv_len=max(n for _, _, n in parts),
         contiguous_slots=tuple(s.contiguous_slot for s, _, _ in parts),
     )
@@ -100,6 +106,16 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
     return Rows(
         parts[0][0].pool, positions, slots, decoder.rope.cos_sin(positions, rope_len), meta, states=_opened(states)
     )
+
+
+def _uploaded(values: list[int], device: torch.device) -> Tensor:
+    """Return ints as int32 on the device; one, or 0 and another one, by a launch, which takes the host less time than
+    pinned memory and a copy."""
+    if len(values) == 1:
+        return torch.full((1,), values[0], dtype=torch.int32, device=device)
+    if len(values) == 2 and 0 == values[0] < values[1]:
+        return torch.arange(0, values[1] + 1, values[1], dtype=torch.int32, device=device)
+    return upload(values, device, torch.int32)
 
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:

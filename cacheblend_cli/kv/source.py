@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from cacheblend_store import ChunkManifest
+from cacheblend_store import ChunkManifest, LayerReads, Version
 
 
 class ChunkReader(Protocol):
     """A consistent snapshot of a source.
 
-    Every method raises StoreError for damaged or unavailable data. `StoreReader` is one.
+    Every method raises StoreError for damaged or unavailable data. `StoreReader` is one. version: equal versions of
+    sources have equal contents, None if that is not known.
     """
+
+    @property
+    def version(self) -> Version | None: ...
 
     def manifest(self, key: bytes, /) -> ChunkManifest | None:
         """Return the manifest stored under the key, or None."""
         ...
 
-    def copies(
-        self,
-        manifests: Sequence[ChunkManifest],
-        layers: Sequence[int],
-        places: Sequence[Mapping[str, tuple[int, int]]],
-        /,
-    ) -> Callable[[int, memoryview], None]:
-        """Return a function that copies the tensors (`blobs.blob_spec`) of one of the layers, which have one shape,
-        from each chunk to its places (start, end) in a buffer, and checks the copies. Several threads call it at
+    def locate(self, reads: LayerReads, /) -> None:
+        """Look up where the layers are, so that `read_layers` need not."""
+        ...
+
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview, /) -> None:
+        """Copy a group of a chunk's layers to its places in a buffer, and check the copy. Several threads call it at
         once."""
         ...
 
@@ -47,7 +47,7 @@ class KVSource(Protocol):
 class BadChunk(Exception):
     """A cached chunk whose KV cannot be used: missing, damaged or foreign. The caller computes it instead.
 
-    is_agreed: with tensor parallelism all ranks raise it, see `loader.agree`.
+    is_agreed: with tensor parallelism all ranks raise it, see `loading.agree`.
     """
 
     is_agreed = True

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import compress
 from operator import itemgetter
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError, StoreReader, TierError
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, LayerReads, StoreError, StoreReader, TierError
 from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.records import layer_spec
 from cacheblend_store.tier.layout import Head, ObjectLayout
@@ -186,6 +185,8 @@ class TieredSource:
 class _TieredReader:
     """The store's snapshot first, then the tier."""
 
+    version = None  # what the tier has may change
+
     def __init__(self, source: TieredSource, reader: StoreReader) -> None:
         self._source, self._reader = source, reader
 
@@ -195,19 +196,16 @@ class _TieredReader:
             return own
         return self._source.expected(key) or self._reader.manifest(key)
 
-    def copies(
-        self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
-    ) -> Callable[[int, memoryview], None]:
-        arrived = [self._source.is_expected(manifest) for manifest in manifests]
-        own = [not here for here in arrived]
-        copy_own = self._reader.copies(list(compress(manifests, own)), layers, list(compress(places, own)))
+    def locate(self, reads: LayerReads) -> None:
+        if not self._source.is_expected(reads.manifest):
+            self._reader.locate(reads)
 
-        def copy(layer: int, buffer: memoryview) -> None:
-            copy_own(layer, buffer)
-            for manifest, at in compress(zip(manifests, places, strict=True), arrived):
-                self._copy(manifest, layer, {name: buffer[start:end] for name, (start, end) in at.items()})
-
-        return copy
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
+        if not self._source.is_expected(reads.manifest):
+            return self._reader.read_layers(reads, group, buffer)
+        for layer, at in zip(reads.groups[group], reads.places, strict=False):
+            self._copy(reads.manifest, layer, {name: buffer[start:end] for name, (start, end) in at.items()})
+        return None
 
     def state_of(self, manifest: ChunkManifest) -> list[memoryview]:
         if not self._source.is_expected(manifest):

@@ -70,6 +70,10 @@ class Shard:
         """Sum over all KV heads of a layer. x: sum over this rank's KV heads; a head on several ranks counts once."""
         return x
 
+    def first_head(self, layer: int) -> int:
+        """Return the first of this rank's KV heads."""
+        return 0
+
     def own_heads(self, x: Tensor, layer: int) -> Tensor:
         """Return this rank's KV heads. x: all KV heads, [n, num_kv_heads, ...] or [num_kv_heads]."""
         return x

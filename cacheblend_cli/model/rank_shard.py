@@ -99,6 +99,9 @@ class RankShard(Shard):
     def sum_of_kv(self, x: Tensor, layer: int) -> Tensor:
         return self.ranks.sum(x if self.ranks.rank % self.copies(layer) == 0 else x.new_zeros(x.shape))
 
+    def first_head(self, layer: int) -> int:
+        return self.kv_heads(layer)[0]
+
     def own_heads(self, x: Tensor, layer: int) -> Tensor:
         first, end = self.kv_heads(layer)
         return x.narrow(min(1, x.dim() - 1), first, end - first).contiguous()

@@ -21,6 +21,7 @@ _GAUGES = {
     "swapped": "Requests swapped out",
     "swap_bytes": "KV of swapped requests in host memory, in bytes",
     "swap_space_bytes": "Host memory for KV of swapped requests (--swap-space), in bytes",
+    "host_cache_bytes": "Host memory that keeps KV sent to a GPU (--host-cache), in bytes",
 }
 _COUNTERS = {
     "finished": "Requests finished",
@@ -35,6 +36,8 @@ _COUNTERS = {
     "prefix_cached": "Prompt tokens with KV from the prefix cache",
     "preempted": "Preemptions",
     "recomputed": "Preemptions that dropped KV because the swap space was full",
+    "host_cache_hits": "Chunks sent to a GPU from the host cache",
+    "host_cache_misses": "Chunks sent to a GPU that were not in the host cache",
     "joined": "Short prompts prefilled in one launch with others",
     "split": "Failed launches of several prompts, each of which was then computed alone",
 }

@@ -183,6 +183,11 @@ class Settings:
     swap_space: float = _setting(
         4.0, "Host memory for the KV of preempted answers, in GiB; KV that does not fit is computed again."
     )
+    host_cache: float | None = _setting(
+        None,
+        "Host memory that keeps the KV of the chunks last sent to a GPU, in GiB; 0: none.",
+        shown="a quarter of the free memory",
+    )
     kv_pool_dtype: str = _setting(
         "auto",
         "Format of KV on the device: auto (as computed) or float8_e4m3.",
@@ -216,7 +221,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("model", "lora"),
     "machine": ("device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel"),
     "decoding": ("speculate",),
-    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager"),
+    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "host_cache", "eager"),
     "tenant": ("salt",),
     "reading": ("ocr_languages",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours", "state_every"),

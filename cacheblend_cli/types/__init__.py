@@ -2,6 +2,7 @@
 nor numpy."""
 
 from cacheblend_cli.types.answer import (
+    FULL_IS_FASTER,
     NEVER_CHECKED,
     NO_RATIO,
     Answer,
@@ -47,7 +48,7 @@ from cacheblend_cli.types.sampling import (
 )  # fmt: skip
 
 __all__ = [
-    "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NEVER_CHECKED", "NO_RATIO", "NUM_HITS", "PLAIN", "Answer",
+    "EVENTS", "EVERYTHING", "FULL_IS_FASTER", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NEVER_CHECKED", "NO_RATIO", "NUM_HITS", "PLAIN", "Answer",
     "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkPlan", "ChunkUse", "Claim", "ClaimKind",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
     "Notes", "Piece", "Progress", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",

@@ -90,7 +90,8 @@ class Timing:
     prefill_s: float  # prefill on the device, waits for KV included
     ttft_s: float  # from the loaded model and the known question to the first token
     decode_tokens_per_s: float  # tokens after the first, per second
-    full_ttft_s: float | None = None  # a full prefill's, estimated; with --verbose, --explain or --ratio auto
+    # a full prefill's, estimated; with --verbose, --explain or --ratio auto, and on a GPU
+    full_ttft_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ NEVER_CHECKED = "models check was not run for this model"
 """Reason in `Answer.ratio_from` for a default ratio."""
 NO_RATIO = "none: recurrent layers need every token in order, so nothing is blended"
 """`Answer.ratio_from` of a model with recurrent layers: what its prompt begins with is restored."""
+FULL_IS_FASTER = "speed: on this GPU a full prefill is estimated to be faster"
+"""`Answer.ratio_from` of a full prefill in place of a blended one."""
 SCHEMA_VERSION = 1
 """Version of the JSON form, raised when a key is removed or changes its meaning. New keys do not raise it."""
 OPTIONAL = (
@@ -173,7 +176,7 @@ class Answer:
     claims: list[Claim] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # messages for people; their wording may change
     layers: list[LayerReport] = field(default_factory=list)  # with --explain
-    auto: AutoReport | None = None  # with --ratio auto
+    auto: AutoReport | None = None  # with --ratio auto, and if a GPU computes in full because that is faster
     confirmation: Confirmation | None = None  # with --confirm, or --on-unsupported confirm if it was needed
     reasoning: str = ""  # text of the reasoning before the answer
     reasoning_tokens: int = 0  # tokens of the reasoning
@@ -185,7 +188,7 @@ class Answer:
     hits_repeated: int = 0  # hits left out because a better one contains their text
     # generated tokens that prompt lookup had proposed: they took no decode step of their own
     accepted_tokens: int = 0
-    ratio_from: str = "given"  # origin of the ratio: given, auto, or model or default with the reason
+    ratio_from: str = "given"  # origin of the ratio: given, auto, or model, default or speed with the reason
     schema_version: int = SCHEMA_VERSION  # 1; raised when a field is removed or changes its meaning
 
     @property

@@ -1,5 +1,5 @@
-"""AutoReport: prediction and outcome of `--ratio auto`, with the speeds and the workload that it was computed from (see
-blend/cost.py)."""
+"""AutoReport: prediction and outcome of `--ratio auto`, or of a full prefill that replaces a blended one on a GPU, with
+the speeds and the workload that it was computed from (see blend/cost.py)."""
 
 # no `from __future__ import annotations`: NotRequired needs evaluated annotations
 import math
@@ -69,7 +69,7 @@ class Decision:
 
 
 class Auto(TypedDict):
-    """Decision of `--ratio auto`, and what came of it."""
+    """Decision of `--ratio auto`, or for a full prefill that is faster on a GPU, and what came of it."""
 
     mode: str  # decision: blend at `ratio`, or a full prefill
     ratio: float  # share of the reused, inexact tokens that was recomputed

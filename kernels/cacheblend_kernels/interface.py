@@ -237,15 +237,17 @@ class RegressionPrior:
 
 @dataclass(frozen=True)
 class Regressed:
-    """Rows of the chunks whose stale KV is corrected: all rows of a chunk are adjacent, the chunks are in order."""
+    """Rows of the chunks whose stale KV is corrected: all rows of a chunk are adjacent, the chunks are in order.
+
+    Tensors may be longer than needed: rows from starts[-1] and known rows from known_starts[-1] on are not read, and a
+    chunk without rows changes nothing."""
 
     slots: Tensor  # [num_rows] int64
     starts: Tensor  # [num_chunks + 1] int32, rows of chunk i are starts[i]:starts[i+1]
     known: Tensor  # [num_known] int32, sorted, the rows that were recomputed
     known_starts: Tensor  # [num_chunks + 1] int32, known rows of chunk i are known[known_starts[i]:known_starts[i+1]]
-    # [num_chunks, num_known] fp32, weights that average over the known rows of a chunk and the chunks before it
-    average: Tensor
-    longest: int  # rows of the longest chunk
+    fresh: Tensor  # [num_known] int64, the rows of the fresh k and v that are the known ones
+    longest: int  # maximum rows of a chunk
 
 
 class KernelBackend(ABC):
@@ -330,11 +332,11 @@ class KernelBackend(ABC):
         self, q: Tensor, positions: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams,
         peaks: Tensor,
     ) -> None:  # fmt: skip
-        """Raise `peaks` [kv_len] fp32 to the largest softmax weight that any row and head gives each key of the first
-        kv_len positions of the only sequence, causal by position.
+        """Raise `peaks` fp32 to the largest softmax weight that any row and head gives each key of the only sequence,
+        causal by position. peaks: at least as long as the sequence.
 
-        q: [num_rows, num_heads, head_dim], rotated; positions: [num_rows] int64, sorted. Only of a backend that
-        `has_attention_peaks`.
+        q: [num_rows, num_heads, head_dim], rotated; positions: [num_rows] int64, -1 for rows that do not count. Only of
+        a backend that `has_attention_peaks`.
         """
         raise KernelError(f"the {self.name} backend has no kernel for attention peaks", "see has_attention_peaks")
 
@@ -345,9 +347,9 @@ class KernelBackend(ABC):
         """Add to the pool what the changes of each chunk's known rows predict for its other rows, in place (Gaussian
         process regression over K before RoPE and V). Known rows get values without meaning.
 
-        k (before RoPE), v: fresh values of the known rows, [num_known, num_kv_heads, head_dim]. rotation: cos and sin
-        [num_rows, head_dim] fp32 of `rows`. damped: a V smaller than its chunk's mean moves less. Only of a backend
-        that `has_correction`.
+        k (before RoPE), v: fresh values, [num_fresh, num_kv_heads, head_dim], the known rows' at rows.fresh. rotation:
+        cos and sin [num_rows, head_dim] fp32 of `rows`. damped: a V smaller than its chunk's mean moves less. Only of a
+        backend that `has_correction`.
         """
         raise KernelError(f"the {self.name} backend has no kernel for the correction", "see has_correction")
 

@@ -30,4 +30,5 @@ from cacheblend_store.format.records import (
     Memo,
 )  # fmt: skip
 from cacheblend_store.format.summaries import DocumentSummary
-from cacheblend_store.store import ChunkStore, StoreReader
+from cacheblend_store.reader import LayerReads, StoreReader, Version
+from cacheblend_store.store import ChunkStore

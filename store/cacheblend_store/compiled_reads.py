@@ -31,39 +31,39 @@ class Value(NamedTuple):
 
 
 class CompiledReads:
-    """Reads of groups of values, one group at a time, into places of a buffer. Every group has as many values, with
-    heads and parts of the same sizes. Several threads may read at once."""
+    """Reads of values into places of a buffer, one group at a time. All values have heads and parts of the same sizes.
+    Several threads may read at once."""
 
-    def __init__(
-        self, handle: int, groups: Sequence[Sequence[Value]], places: Sequence[Sequence[tuple[int, int]]]
-    ) -> None:
-        """places: (start, end) in the buffer of each part of each value."""
-        first = groups[0]
-        self._handle, self._count, self._num_parts = handle, len(first), len(places[0])
-        self._seed_bytes, self._head_bytes = len(first[0].seed), sum(len(value.head) for value in first)
-        self._size = max(end for parts in places for _, end in parts)
-        self._offsets = array("q", [value.offset for group in groups for value in group])
-        self._head_starts = array("q", accumulate((len(value.head) for value in first), initial=0))
+    def __init__(self, groups: Sequence[Sequence[Value]], places: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """places: (start, end) in the buffer of each part of each value of the largest group."""
+        values = [value for group in groups for value in group]
+        first = values[0]
+        self._bounds, self._num_parts = list(accumulate(map(len, groups), initial=0)), len(places[0])
+        self._seed_bytes, self._head_bytes = len(first.seed), len(first.head)
+        self._ends = [max(end for _, end in parts) for parts in places]
+        self._offsets = array("q", [value.offset for value in values])
+        self._head_starts = array("q", [i * self._head_bytes for i in range(len(places) + 1)])
         self._places = array("q", [n for parts in places for start, end in parts for n in (start, end - start)])
         self._heads, self._seeds, self._digests = (
-            ctypes.create_string_buffer(b"".join(getattr(value, name) for group in groups for value in group))
+            ctypes.create_string_buffer(b"".join(getattr(value, name) for value in values))
             for name in ("head", "seed", "digest")
         )
 
-    def read(self, group: int, buffer: memoryview) -> bool:
-        """Fill the buffer's places. Returns whether all values could be read and are right; False also without compiled
-        code."""
-        found = _library()
-        if found is None or buffer.nbytes < self._size or self._num_parts > MOST_PARTS:
+    def read(self, handle: int, group: int, buffer: memoryview) -> bool:
+        """Fill the buffer's places with a group of the file's values. Returns whether all of them could be read and are
+        right; False also without compiled code."""
+        found, first = _library(), self._bounds[group]
+        count = self._bounds[group + 1] - first
+        if found is None or buffer.nbytes < max(self._ends[:count]) or self._num_parts > MOST_PARTS:
             return False
-        (code, hash_functions), address, count = found, ctypes.addressof, self._count
-        scratch = ctypes.create_string_buffer(self._head_bytes)
+        (code, hash_functions), address = found, ctypes.addressof
+        scratch = ctypes.create_string_buffer(self._head_bytes * count)
         given = _READS(
-            self._handle, count, self._num_parts, self._seed_bytes,
-            self._offsets.buffer_info()[0] + 8 * count * group, self._head_starts.buffer_info()[0],
-            self._places.buffer_info()[0], address(self._heads) + self._head_bytes * group, address(scratch),
-            address(ctypes.c_char.from_buffer(buffer)), address(self._seeds) + self._seed_bytes * count * group,
-            address(self._digests) + 16 * count * group, address(hash_functions),
+            handle, count, self._num_parts, self._seed_bytes,
+            self._offsets.buffer_info()[0] + 8 * first, self._head_starts.buffer_info()[0],
+            self._places.buffer_info()[0], address(self._heads) + self._head_bytes * first, address(scratch),
+            address(ctypes.c_char.from_buffer(buffer)), address(self._seeds) + self._seed_bytes * first,
+            address(self._digests) + 16 * first, address(hash_functions),
         )  # fmt: skip
         return bool(code.cb_read_values(given))
 

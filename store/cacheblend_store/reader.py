@@ -4,9 +4,10 @@ digests."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from cacheblend_store.compiled_reads import CompiledReads, Value
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
@@ -20,15 +21,33 @@ from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import State, read_state
 
+Version = tuple[int, int]
+"""An opening of a data.mdb in this process, and a commit: equal versions have equal contents."""
+
+
+@dataclass
+class LayerReads:
+    """Reads of a chunk's layers of one shape, a group of layers at a time.
+
+    places: start and end in a buffer of the tensors of each layer of the largest group. compiled: where the layers are,
+    see `StoreReader.locate`.
+    """
+
+    manifest: ChunkManifest
+    groups: Sequence[Sequence[int]]
+    places: Sequence[Mapping[str, tuple[int, int]]]
+    compiled: CompiledReads | None = None
+
 
 class StoreReader:
     """A snapshot of the store at one commit. Values are copies and stay valid after the reader is closed.
 
-    Several threads may call `copy_layer` and the functions of `copies` at once; everything else is for one thread.
+    Several threads may call `copy_layer` and `read_layers` at once; everything else is for one thread.
     """
 
-    def __init__(self, pages: PageReader) -> None:
-        self.pages = pages
+    def __init__(self, pages: PageReader, version: Version | None = None) -> None:
+        """version: of the contents, None outside a transaction."""
+        self.pages, self.version = pages, version
         self._look_up = threading.Lock()  # pages that were read are kept
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
@@ -81,43 +100,37 @@ class StoreReader:
         if digest.digest() != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
 
-    def copies(
-        self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
-    ) -> Callable[[int, memoryview], None]:
-        """Return a function that copies one of the layers, which all have the same shape, from each chunk to its places
-        (start, end) in a buffer. It raises what `copy_layer` raises, for the first chunk with an error.
+    def locate(self, reads: LayerReads) -> None:
+        """Look up where the layers are, so that `read_layers` reads and checks a group of them in one compiled call.
 
-        All chunks are read and checked in one compiled call, if there is one: handing over the GIL takes threads that
-        load at once longer than the reads. Several threads may call the function at once.
+        Handing over the GIL takes threads that read at once longer than the reads. Does nothing if a layer is missing,
+        or not of the expected size.
         """
-        compiled, of_layer = self._compiled(manifests, layers, places), {n: i for i, n in enumerate(layers)}
+        manifest, layers = reads.manifest, [layer for group in reads.groups for layer in group]
+        spec = records.layer_spec(manifest, layers[0])
+        size, prefix, keys = blob_size(spec), blob_prefix(spec), [blob_key(manifest.key, n) for n in layers]
+        with self._look_up:
+            placed = self.pages.place("blobs", keys, size)
+        if placed is None or any(manifest.blob_sizes[n] != size for n in layers):
+            return
+        values = iter(
+            Value(offset, header + prefix, records.blob_seed(key, manifest.num_tokens), manifest.blob_digests[n])
+            for (offset, header), key, n in zip(placed, keys, layers, strict=True)
+        )
+        groups = [list(islice(values, len(group))) for group in reads.groups]
+        reads.compiled = CompiledReads(groups, [[own[name] for name in spec] for own in reads.places])
 
-        def copy(layer: int, buffer: memoryview) -> None:
-            if compiled is None or not compiled.read(of_layer[layer], buffer):
-                for manifest, own in zip(manifests, places, strict=True):
-                    self.copy_layer(manifest, layer, {name: buffer[a:b] for name, (a, b) in own.items()})
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
+        """Copy a group of layers to its places in the buffer, and check the copy. Raises what `copy_layer` raises.
 
-        return copy
-
-    def _compiled(
-        self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
-    ) -> CompiledReads | None:
-        """Return compiled reads, one group a layer; None if a blob is missing or not of the expected size."""
-        of_chunks, parts = list[list[Value]](), list[list[tuple[int, int]]]()
-        for manifest, own in zip(manifests, places, strict=True):
-            spec = records.layer_spec(manifest, layers[0])
-            size, prefix, keys = blob_size(spec), blob_prefix(spec), [blob_key(manifest.key, n) for n in layers]
-            with self._look_up:
-                placed = self.pages.place("blobs", keys, size)
-            if placed is None or any(manifest.blob_sizes[n] != size for n in layers):
-                return None
-            values = list[Value]()
-            for (offset, header), key, n in zip(placed, keys, layers, strict=True):
-                seed = records.blob_seed(key, manifest.num_tokens)
-                values.append(Value(offset, header + prefix, seed, manifest.blob_digests[n]))
-            of_chunks.append(values)
-            parts.append([own[name] for name in spec])
-        return CompiledReads(self.pages.handle, list(zip(*of_chunks, strict=True)), parts) if of_chunks else None
+        Layers that were located in an earlier snapshot, and are elsewhere by now, fail the check and are looked up
+        again. Several threads may call it at once.
+        """
+        if reads.compiled is not None and reads.compiled.read(self.pages.handle, group, buffer):
+            return
+        for layer, own in zip(reads.groups[group], reads.places, strict=False):
+            self.copy_layer(reads.manifest, layer, {name: buffer[a:b] for name, (a, b) in own.items()})
+        reads.compiled = None
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
         """Return a layer's blob in its stored encoding. Raises BadBlob like `layer`."""

@@ -168,8 +168,8 @@ class ChunkStore:
     @contextmanager
     def read(self) -> Iterator[StoreReader]:
         """Open a read transaction. Its reader is for one thread at a time, see `StoreReader`."""
-        with self._environment().reading() as pages:
-            yield StoreReader(pages)
+        with (environment := self._environment()).reading() as pages:  # no file is opened again meanwhile
+            yield StoreReader(pages, (environment.opening, pages.meta.txnid))
 
     def get_chunk(self, key: bytes) -> ChunkManifest | None:
         """Return the manifest, or None if the chunk is not stored. Raises BadBlob if its record is damaged."""

@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.blend.cost import (
+    at_ratio,
     decide,
     estimate,
     estimate_full,
     free_ratio,
     learn,
+    or_full,
 )
 from cacheblend_cli.types import Speeds, Workload
 
@@ -80,6 +82,17 @@ def test_without_a_reusable_token_there_is_nothing_to_decide() -> None:
     found = decide(SPEEDS, exact, 0.15)
     assert (found.mode, found.ratio) == ("blend", 0.15)
     assert decide(loading_a_layer_in(10.0), exact, 0.15).mode == "full"
+
+
+def test_full_prefills_with_other_speeds_are_compared() -> None:
+    slower, faster = (replace(SPEEDS, row_s=SPEEDS.row_s * x, pair_s=SPEEDS.pair_s * x) for x in (10.0, 0.01))
+    assert decide(SPEEDS, WORK, 0.15, slower).mode == "blend"
+    found = decide(SPEEDS, WORK, 0.15, faster)
+    assert (found.mode, found.ratio, found.chosen) == ("full", 1.0, estimate_full(faster, WORK))
+    given = at_ratio(SPEEDS, WORK, 0.3, 0.3, faster)
+    assert (given.mode, given.ratio, given.full) == ("blend", 0.3, found.full)
+    assert or_full(given, WORK, faster) == replace(found, floor=0.3)
+    assert or_full(at_ratio(SPEEDS, WORK, 0.3, 0.3, slower), WORK, slower).mode == "blend"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
@@ -194,6 +207,11 @@ def test_speeds_are_learnt_from_what_happened() -> None:
     assert (full.not_loaded, full.bytes_per_s) == (1, speeds.bytes_per_s)
     odd = once(speeds, slower=100.0)
     assert odd.row_s < 1.2 * speeds.row_s
+    guess = learn(SPEEDS, 1.0, 50.0, 0, 0.0, 0.0, is_measured=False)
+    assert guess.row_s == pytest.approx(50 * SPEEDS.row_s), "the first prefill is right, not the guess"
+    slower, faster = (learn(guess, 50.0, s, 0, 0.0, 0.0, is_measured=False).row_s for s in (500.0, 25.0))
+    assert slower < 1.2 * guess.row_s, "it may have captured graphs"
+    assert faster < 0.75 * guess.row_s
     first = learn(replace(SPEEDS, bytes_per_s=math.inf), 1.0, 1.0, 1000, 0.1, 0.0)
     assert first.bytes_per_s == 10_000  # the first measure is taken as it is
     assert learn(SPEEDS, 1.0, 1.0, 0, 0.0, 0.0).bytes_per_s == SPEEDS.bytes_per_s

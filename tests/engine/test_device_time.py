@@ -18,7 +18,7 @@ from cacheblend_cli.evaluation.samples import Context, Sample
 from cacheblend_cli.evaluation.settings import FULL, Setting
 from cacheblend_cli.kv import device_time
 from cacheblend_cli.kv.device_time import DeviceTime, mark
-from cacheblend_cli.kv.loader import StoredLoader
+from cacheblend_cli.kv.loader import HostLoader
 from cacheblend_cli.types import BlendParams
 
 CUDA = torch.device("cuda")
@@ -109,11 +109,11 @@ def test_figures_of_loading_are_read_after_the_first_token(
     fetch = Draw.fetch
     monkeypatch.setattr(Draw, "fetch", lambda draw: (log.append("token"), fetch(draw))[1])
 
-    def stall_s(loader: StoredLoader) -> float:
+    def stall_s(loader: HostLoader) -> float:
         log.append("stall")
         return 0.25
 
-    monkeypatch.setattr(StoredLoader, "stall_s", property(stall_s))
+    monkeypatch.setattr(HostLoader, "stall_s", property(stall_s))
     driver = CoreDriver(stored, Limits(enable_prefix_caching=False))
     question = stored.question(max_tokens=3)
     driver.ask(replace(question, sampling=replace(question.sampling, n=num_answers)))

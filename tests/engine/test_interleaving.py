@@ -208,7 +208,7 @@ def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeyp
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=20))
     until_text(driver, streaming)
     listener, state = driver.arrive(asked(stored, BLENDS["query"]), auto=True)
-    assert state.request.collection.codec in stored.engine.runtime.speeds
+    assert (state.request.collection.codec, 0) in stored.engine.runtime.speeds
     driver.run()
     [answer] = listener.done().answers
     assert answer.auto is not None

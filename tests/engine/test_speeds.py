@@ -12,14 +12,23 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.blend.speeds import fit, kv_share, measure_compute, read_speeds, speed_file, write_speeds
+from cacheblend_cli.blend.cost import estimate_full
+from cacheblend_cli.blend.speeds import (
+    fit,
+    full_speeds,
+    kv_share,
+    measure_compute,
+    read_speeds,
+    speed_file,
+    write_speeds,
+)
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.features.auto_ratio import kv_bytes, workload
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.weights import load_weights
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, Speeds
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, Speeds, Workload
 
 ROWS = (8, 32, 128, 512, 1024)
 SPEEDS = Speeds(1e-4, 1e-5, 1e-9, 1e-4, 1e-3, 1e9, 3)
@@ -47,6 +56,17 @@ def test_the_fit_never_says_that_rows_cost_nothing(times: list[float]) -> None:
     found = fit(ROWS[: len(times)], times)
     assert min(found) >= 0
     assert found[1] > 0
+
+
+@pytest.mark.parametrize(
+    "times", [((256, 0.018), (512, 0.03)), ((256, 0.1), (512, 0.21))], ids=["launches", "attention"]
+)
+def test_full_prefills_are_estimated_from_two(times: tuple[tuple[int, float], ...], engine: Engine) -> None:
+    spec = engine.model.spec
+    speeds = full_speeds(spec, times)
+    for n, seconds in times:
+        work = Workload(spec.num_kv_layers, n, 0, 0.0, n, n / 2, 0, kv_share(spec))
+        assert estimate_full(speeds, work).prefill_s == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])

@@ -17,7 +17,8 @@ from held_store import HeldStore
 
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.kv.loader import StoredLoader
+from cacheblend_cli.kv import layer_graphs
+from cacheblend_cli.kv.cuda_loader import CudaLoader
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 ALLOWED_WAITS = {"layers": 0, "decode": 0}
@@ -35,7 +36,8 @@ def engines(
     with setup.store() as store:
         cpu = setup.engine("cpu")
         keys = setup.precompute(cpu, store)
-        with engine_gpu() as gpu:
+        with engine_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer_graphs, "PATIENCE", 0)
             engine = setup.engine("cuda")
             engine.runtime.memory()
             gpu.clear()
@@ -127,14 +129,14 @@ def let_go_where_the_engine_waits(store: HeldStore, monkeypatch: pytest.MonkeyPa
     waits = list[str]()
 
     def lets_go(name: str) -> None:
-        method = getattr(StoredLoader, name)
+        method = getattr(CudaLoader, name)
 
-        def replaced(loader: StoredLoader, *args: int) -> None:
+        def replaced(loader: CudaLoader, *args: int) -> None:
             waits.append(name)
             store.let_go()
             method(loader, *args)
 
-        monkeypatch.setattr(StoredLoader, name, replaced)
+        monkeypatch.setattr(CudaLoader, name, replaced)
 
     lets_go("wait")
     lets_go("close")

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from gpu_engine import Setup, check_waits, engine_gpu
+from gpu_engine import Setup, capture_graphs, check_waits, engine_gpu
 
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
@@ -41,6 +41,7 @@ def test_random_questions(tmp_path: Path) -> None:
             ask = random_question(rng, keys)
             ask = replace(ask, options=AskOptions(verify=rng.random() < 0.1))
             answer = engine.run_alone(store, ask)
+            capture_graphs(engine)
             assert not gpu.errors, (number, ask)
             assert len(answer.generated_ids) == ask.sampling.max_tokens
         check_waits(gpu, ALLOWED_WAITS)

@@ -24,14 +24,15 @@ from kernel_references import BITS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.blend.corrections import Regression
-from cacheblend_cli.blend.policy import BlendPolicy
-from cacheblend_cli.blend.prefill import blended_prefill
+from cacheblend_cli.blend.policy import BlendPolicy, policy_of
+from cacheblend_cli.blend.prefill import BlendSteps, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.blend.selectors import Evidence, make_selector
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker.memory import warm_up
+from cacheblend_cli.kv.layer_graphs import LayerGraphs
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
@@ -120,9 +121,9 @@ class Inputs:
                 self.q[:NUM_ROWS], m.positions, self.cache, m, p, torch.zeros(LENGTH)
             )
         known = torch.zeros(NUM_ROWS, dtype=torch.int32)
-        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, torch.zeros(1, NUM_ROWS), LENGTH)
+        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, known.long(), LENGTH)
         prior, rotation = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8), (self.cos, self.sin)
-        k, v = (x[:NUM_ROWS].clone() for x in (self.k, self.v))
+        k, v = (x[:NUM_ROWS] for x in (self.k, self.v))
         for damped in (False, True):
             yield lambda b, d=damped: b.correct_stale(k, v, self.cache, rows, rotation, prior, d)
 
@@ -319,6 +320,34 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
     lower(launches)
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+def test_graphs_launch_nothing_that_the_warm_up_has_not(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same alignment of every argument, so that no capture compiles."""
+    write_checkpoint(tmp_path, family, num_hidden_layers=6)
+    give_zeros(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(LayerGraphs, "_capture", lambda graphs, function: function)
+    with recorded(90) as launches, torch.inference_mode():
+        config = EngineConfig(model=str(tmp_path), device="cpu", attention_backend="triton", dtype="bfloat16")
+        decoder = Engine.load(config).model.decoder
+        pool = KVPool.of(decoder, 8, 64)
+        warm_up(decoder, pool)
+        warmed = {(launch.key, launch.aligned): str(launch) for launch in launches}
+        graphs = pool.layer_graphs = LayerGraphs(decoder, pool, pool.allocator.allocate(1)[0])
+        chunks = [ChunkInput(b"", "", (0,) * num_tokens, same_regime=False) for num_tokens in (40, 37, 51)]
+        plan = plan_prompt([], chunks, [0] * 9, prefix_key=None)
+        prompt = Prompt(decoder, plan, pool.new_sequence(plan.num_tokens), KVLoader())
+        blended_prefill(prompt, policy_of(BlendParams(), 6, layer0_exact=True))
+        del launches[:]
+        assert sum(iter(graphs.capture_next, False)) == 8  # of the probe, and of corrected layers
+    assert {launch.kernel.__name__ for launch in launches} >= {"change_kernel", "key_peaks_kernel"}
+    unexpected = {str(launch) for launch in launches if (launch.key, launch.aligned) not in warmed}
+    assert not unexpected, "\n".join(sorted(unexpected))
+
+
 FREE = (
     "view",
     "reshape",
@@ -389,8 +418,8 @@ def test_a_layer_is_four_products_and_five_kernels(
     assert not few - more
 
 
-def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many chunks are corrected; and a product, and the two gathers of the fresh K and V."""
+def test_a_corrected_layer_launches_eight_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks are corrected."""
     give_zeros(monkeypatch)
     monkeypatch.setattr(compiled, "multiplies", lambda dtype: False)
     policy = BlendPolicy(make_selector("first"), ((1, 0.2),), correction=Regression)
@@ -399,13 +428,29 @@ def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypat
         "chunk_spread_kernel": 1,
         "standardise_kernel": 1,
         "change_kernel": 1,
+        "common_kernel": 1,
         "covariance_kernel": 1,
         "inverse_kernel": 1,
         "weights_kernel": 1,
         "move_stale_kernel": 1,
-        "mm": 1,
-        "index": 2,
     }
+
+
+def test_choosing_is_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the scores: the GPU waits for the choice, its rows, and the correction's inputs."""
+    give_zeros(monkeypatch)
+    choose, counts = BlendSteps.choose_before, list[int]()
+
+    def counted(steps: BlendSteps, evidence: Evidence) -> None:
+        with Operations() as operations:
+            choose(steps, evidence)
+        counts.append(operations.counts.total())
+
+    monkeypatch.setattr(BlendSteps, "choose_before", counted)
+    policy = BlendPolicy(make_selector("query"), ((1, 0.2),), probe_layers=(1, 2), correction=Regression)
+    launched(tmp_path, 4, policy)
+    assert len(counts) == 1
+    assert counts[0] <= 17
 
 
 def test_a_probed_layer_launches_two_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

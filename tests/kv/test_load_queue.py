@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -11,27 +12,41 @@ from hypothesis import strategies as st
 from cacheblend_cli.kv.load_queue import LoadQueue
 
 
-def test_layers_are_taken_one_after_another() -> None:
-    queue = LoadQueue(2, 3)
+def parts_of(num_groups: int, num_chunks: int) -> list[tuple[int, int]]:
+    return list(product(range(num_groups), range(num_chunks)))
+
+
+def test_groups_are_taken_one_after_another() -> None:
+    queue = LoadQueue(parts_of(2, 3))
     assert [queue.take() for _ in range(7)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), None]
+    assert queue.is_taken
+
+
+def test_a_part_that_may_not_begin_holds_up_those_behind_it() -> None:
+    queue = LoadQueue([(0, 0), (1, 0), (0, 1)])
+    assert [queue.take(lambda part: part[0] == 0) for _ in range(2)] == [(0, 0), None]
+    assert not queue.is_taken
+    assert queue.take() == (1, 0)
 
 
 @given(st.permutations(list(range(4))))
-def test_a_layer_is_there_with_its_last_chunk(order: list[int]) -> None:
-    queue, there = LoadQueue(2, 4), threading.Event()
+def test_a_group_is_there_with_its_last_chunk(order: list[int]) -> None:
+    queue, there = LoadQueue(parts_of(2, 4)), threading.Event()
     waiting = threading.Thread(target=lambda: (queue.wait(1), there.set()))
     waiting.start()
     for _ in order[:-1]:
         queue.arrived(1)
     queue.arrived(0)
     assert not there.is_set()
+    assert not queue.is_ready(1)
     queue.arrived(1)
+    assert queue.is_ready(1)
     waiting.join(timeout=30)
     assert there.is_set()
 
 
 def test_the_first_error_reaches_whoever_waits_and_nothing_more_is_taken() -> None:
-    queue = LoadQueue(3, 2)
+    queue = LoadQueue(parts_of(3, 2))
     queue.arrived(0)
     queue.arrived(0)
     queue.stop(KeyError("first"))
@@ -42,18 +57,8 @@ def test_the_first_error_reaches_whoever_waits_and_nothing_more_is_taken() -> No
             queue.wait(layer)
 
 
-def test_asking_for_a_layer_runs_what_its_parts_have_left() -> None:
-    queue, done = LoadQueue(2, 2), list[int]()
-    for part in range(2):
-        assert not queue.is_ready(0)
-        queue.arrived(0, lambda part=part: done.append(part))
-    assert queue.is_ready(0)
-    assert done == [0, 1]
-    assert not queue.is_ready(1)
-
-
 def test_what_is_stopped_without_an_error_keeps_what_is_there() -> None:
-    queue = LoadQueue(2, 1)
+    queue = LoadQueue(parts_of(2, 1))
     queue.arrived(0)
     queue.stop()
     queue.wait(0)

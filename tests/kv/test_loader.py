@@ -1,19 +1,15 @@
-"""Loading stored KV to a device: no buffer is overwritten before it is copied, and the data arrives unchanged."""
+"""Loading stored KV to a device: the data arrives unchanged, and what is damaged is computed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cacheblend_kernels import StoredKV, compiled
-from cacheblend_kernels.torch_backend import TorchBackend
-from cacheblend_store import ChunkStore
-from cacheblend_store.format.blobs import CODECS, PLAIN, blob_spec
-from cacheblend_store.format.levels import BITS
+from cacheblend_kernels import compiled
+from cacheblend_store import ChunkStore, StoreReader
+from cacheblend_store.format.blobs import CODECS, blob_spec
 from checkpoints import WORDS, write_checkpoint
 from fake_gpu import installed
 from hypothesis import given
@@ -27,95 +23,50 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.load_queue import workers
-from cacheblend_cli.kv.loader import StoredLoader, make_loader
+from cacheblend_cli.kv.loader import HostLoader, KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, batches_of, row_chunks_of
-from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer
+from cacheblend_cli.kv.stored_prompt import ALIGNMENT, StoredPrompt, layer_groups, layer_layout
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.prompt.plan import Segment
 from cacheblend_cli.settings.fields import KV_DTYPES
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-class LazyTransfer(HostTransfer):
-    """What is sent is brought to the pool as late as it may be: when its buffer or its layer is waited for."""
-
-    batch_bytes = 20_000  # so few that a layer has several
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers: dict[int, int] = {}
-        self._sent: list[Callable[[], None]] = []
-        self._done = 0
-        self._last_of: dict[int, int] = {}  # of each buffer
-        self._lock = threading.RLock()
-
-    def memory(self, buffer: int) -> memoryview:
-        self._run_to(self._last_of.get(buffer, 0))
-        return super().memory(buffer)
-
-    def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[torch.Tensor], None]) -> None:
-        with self._lock:
-            self._sent.append(lambda: HostTransfer.send(self, layer, buffer, num_bytes, place))
-            self.layers[layer] = self._last_of[buffer] = len(self._sent)
-
-    def join(self, layer: int) -> None:
-        super().join(layer)
-        self._run_to(self.layers[layer])
-
-    def _run_to(self, count: int) -> None:
-        with self._lock:
-            while self._done < count:
-                self._sent[self._done]()
-                self._done += 1
+@given(st.integers(1, 70), st.sampled_from(CODECS), st.integers(1, 3), st.sampled_from([16, 80]))
+def test_a_layers_tensors_are_aligned_and_apart(num_tokens: int, codec: str, heads: int, dim: int) -> None:
+    layout, spec = layer_layout(codec, num_tokens, heads, dim), blob_spec(codec, num_tokens, heads, dim)
+    memory, numbers = torch.zeros(layout.num_bytes, dtype=torch.uint8), dict(zip(spec, range(1, 9), strict=False))
+    assert list(layout.places) == list(spec)
+    for name, (start, end) in layout.places.items():
+        assert (start % ALIGNMENT, end - start) == (0, spec[name].num_bytes)
+        assert not memory[start:end].any()  # nobody else's
+        memory[start:end] = numbers[name]
+    for name, tensor in layout.views(memory).items():
+        assert tensor.shape[-len(spec[name].shape) :] == spec[name].shape
+        assert tensor.contiguous().view(torch.uint8).unique().tolist() == [numbers[name]]
 
 
-class TransferThatTrusts(LazyTransfer):
-    """Gives a buffer away before its contents are copied."""
-
-    def memory(self, buffer: int) -> memoryview:
-        return HostTransfer.memory(self, buffer)
-
-
-def span_of(start: int, end: int, codec: str) -> Segment:
-    return Segment("chunk", start, (0,) * (end - start), "exact", codec=codec)
-
-
-@given(st.lists(st.tuples(st.integers(1, 70), st.sampled_from(CODECS)), min_size=1, max_size=8), st.data())
-def test_batches_hold_every_chunk_once_and_aligned(chunks: list[tuple[int, str]], data: st.DataObject) -> None:
-    at, spans = 3, []
-    for count, codec in chunks:
-        spans.append(span_of(at, at + count, codec))
-        at += count + data.draw(st.integers(0, 1))
-    batches = [batch[2, 16] for batch in batches_of(spans, [(2, 16)], 20_000)]
-    assert [s for b in batches for s in b.spans] == spans
-    assert [b.first for b in batches] == [sum(len(x.spans) for x in batches[:i]) for i in range(len(batches))]
-    for batch in batches:
-        assert len({span.codec for span in batch.spans}) == 1
-        assert len(batch.spans) == 1 or batch.num_bytes < 20_000 + 5 * 512
-        rows = row_chunks_of(batch.spans, torch.device("cpu"))
-        buffer = bytearray(batch.num_bytes)
-        for index, places in enumerate(batch.places):
-            for name, (start, end) in places.items():
-                target = memoryview(buffer)[start:end]
-                assert not any(target)  # nobody else's
-                target[:] = bytes([1 + (index + len(name)) % 250]) * len(target)
-        for name, tensor in batch.tensors(torch.frombuffer(buffer, dtype=torch.uint8)).items():
-            flat = tensor.contiguous().view(torch.uint8).flatten().tolist()
-            wanted = [1 + (i + len(name)) % 250 for i in range(len(batch.spans))]
-            assert list(dict.fromkeys(flat)) == wanted
-            assert tensor.data_ptr() % 4 == 0
-            assert len(tensor) in (sum(span.num_tokens for span in batch.spans), len(batch.spans))
-            if rows is not None and len(tensor) == len(rows):
-                assert [1 + (i + len(name)) % 250 for i in rows.tolist()] == tensor.flatten(1).view(torch.uint8)[
-                    :, 0
-                ].tolist()
+@pytest.mark.parametrize(
+    ("family", "most", "sizes"), [("llama-gqa", 3, [3, 1]), ("gemma3n", 4, None), ("gemma4", 2, None)]
+)
+def test_groups_are_adjacent_layers_of_one_kind(
+    family: str, most: int, sizes: list[int] | None, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "model", family)
+    decoder = Engine.load(EngineConfig(model=str(tmp_path / "model"))).model.decoder
+    groups = layer_groups(decoder, most)
+    assert [layer for group in groups for layer in group.layers] == list(range(decoder.spec.num_kv_layers))
+    for group in groups:
+        kinds = {(decoder.spec.kv_shapes[layer], decoder.rope.of_layer[layer]) for layer in group.layers}
+        assert kinds == {(group.heads, group.rope)}
+        assert len(group.layers) <= most
+    assert sizes in (None, [len(group.layers) for group in groups])
 
 
 class Stored:
-    """An engine and chunks of one codec, with batches so small that a layer has several."""
+    """An engine, and chunks of one codec."""
 
     def __init__(self, root: Path, codec: str, block_size: int = 16) -> None:
         write_checkpoint(root / "model", "llama3-rope")
@@ -138,57 +89,7 @@ class Stored:
         return prefill(self.engine.runtime, request)
 
 
-@pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> list[LazyTransfer]:
-    """From here on KV goes through few buffers, late; the transfers that were made."""
-    made: list[LazyTransfer] = []
-
-    def transfer_to(device: torch.device) -> LazyTransfer:
-        made.append(LazyTransfer())
-        return made[-1]
-
-    monkeypatch.setattr(loader, "transfer_to", transfer_to)
-    monkeypatch.setattr(loader, "num_workers", lambda at_most: 2)
-    return made
-
-
-@pytest.mark.parametrize("codec", KV_DTYPES[1:])
-def test_through_the_buffers_arrives_what_was_stored(
-    tmp_path: Path, codec: str, staged: list[LazyTransfer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if codec in BITS:  # a chunk by itself is loaded by compiled code, several are not
-        monkeypatch.setattr(compiled, "library", lambda: None)
-    stored = Stored(tmp_path, codec)
-    order = [stored.keys[i] for i in (4, 0, 2, 2, 5, 1)]
-    with monkeypatch.context() as direct:
-        direct.setattr(loader, "transfer_to", lambda device: HostTransfer())
-        expected = stored.prefill(order)
-    assert not staged
-    for _ in range(4):
-        found = stored.prefill(order)
-        transfer = staged.pop()
-        assert len(transfer.layers) == 4
-        assert transfer._buffers == []  # kept for its figures, a loader keeps no buffers
-        assert torch.equal(found.result.logits, expected.result.logits)
-        assert found.result.loader.num_bytes == expected.result.loader.num_bytes
-        assert found.result.loader.load_s > 0
-        assert found.result.loader.stall_s >= 0
-        n = found.plan.num_tokens
-        for ours, theirs in zip(found.pool.tensors, expected.pool.tensors, strict=True):
-            assert torch.equal(ours.view(-1, *ours.shape[2:])[:n], theirs.view(-1, *theirs.shape[2:])[:n])
-
-
-def test_a_buffer_that_is_given_away_too_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Stored(tmp_path, "exact")
-    expected = stored.prefill(stored.keys[:4])
-    monkeypatch.setattr(loader, "num_workers", lambda at_most: 1)
-    monkeypatch.setattr(LazyTransfer, "batch_bytes", 0)  # four chunks of a layer in one buffer, one after another
-    for transfer, same in ((LazyTransfer, True), (TransferThatTrusts, False)):
-        monkeypatch.setattr(loader, "transfer_to", lambda device, transfer=transfer: transfer())
-        assert torch.equal(stored.prefill(stored.keys[:4]).result.logits, expected.result.logits) is same
-
-
-def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[LazyTransfer]) -> None:
+def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path) -> None:
     stored = Stored(tmp_path, "auto")
     good = stored.prefill(stored.keys[:4])
     path = tmp_path / "store" / "data.mdb"
@@ -209,7 +110,7 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Lazy
     torch.testing.assert_close(found.result.logits, good.result.logits)
 
 
-def test_chunks_below_a_damaged_page_are_computed(tmp_path: Path, staged: list[LazyTransfer]) -> None:
+def test_chunks_below_a_damaged_page_are_computed(tmp_path: Path) -> None:
     stored = Stored(tmp_path, "auto")
     stored.store.close()
     path = tmp_path / "store" / "data.mdb"
@@ -230,7 +131,7 @@ def test_the_snapshot_is_closed_once_all_is_read(tmp_path: Path) -> None:
     plan, decoder = stored.prefill(stored.keys[:4]).plan, stored.engine.model.decoder
     pool = KVPool.of(decoder, -(-plan.num_tokens // 16), 16)
     with make_loader(decoder, stored.store, pool.new_sequence(plan.num_tokens), plan) as made:
-        assert isinstance(made, StoredLoader)
+        assert isinstance(made, HostLoader)
         for layer in range(decoder.spec.num_kv_layers):
             made.wait(layer)
         for running in made._running:
@@ -238,9 +139,9 @@ def test_the_snapshot_is_closed_once_all_is_read(tmp_path: Path) -> None:
         assert stored.store._environment().transactions == 0
 
 
-@pytest.mark.parametrize("where", ["open", "memory", "send"])
+@pytest.mark.parametrize("where", [(StoredPrompt, "slots"), (StoreReader, "read_layers"), (StoredPrompt, "place")])
 def test_a_fault_while_loading_is_raised_and_leaves_nothing_open(
-    tmp_path: Path, staged: list[LazyTransfer], monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:
     stored = Stored(tmp_path, "auto")
     good = stored.prefill(stored.keys[:4])
@@ -249,61 +150,29 @@ def test_a_fault_while_loading_is_raised_and_leaves_nothing_open(
         raise MemoryError
 
     with monkeypatch.context() as planted:
-        planted.setattr(LazyTransfer, where, fail)
+        planted.setattr(*where, fail)
         with pytest.raises(MemoryError):
             stored.prefill(stored.keys[:4])
     assert stored.store._environment().transactions == 0
     assert torch.equal(stored.prefill(stored.keys[:4]).result.logits, good.result.logits)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_one_copy_carries_a_layers_chunks(codec: str) -> None:
-    spans = [span_of(0, 512, codec), span_of(512, 1024, codec), span_of(1024, 1300, codec)]
-    [[batch]] = [b.values() for b in batches_of(spans, [(8, 128)], 12 << 20)]
-    assert isinstance(batch, KVBatch)
-    stored = sum(t.num_bytes for s in spans for t in blob_spec(codec, s.num_tokens, 8, 128).values())
-    assert 0 <= batch.num_bytes - stored < 5 * 512
-    tensors = batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8))
-    assert tensors["v"].shape[:2] == (1300, 8)
-    per_chunk = [name for name in tensors if name not in ("k", "v") and len(tensors[name]) == 3]
-    assert per_chunk == ([] if codec in PLAIN else ["k_mean"] if codec in BITS else ["k_scale", "v_scale"])
-    assert all(tensors[name].shape[1] == 8 for name in per_chunk)
-
-
-@pytest.mark.parametrize(("codec", "batches"), [("int7", 1), ("int4", 1), ("float8_e4m3", 2), ("bfloat16", 2)])
-def test_a_gpu_gets_a_layer_of_4096_tokens_of_an_8b_in_few_batches(codec: str, batches: int) -> None:
-    spans = [span_of(at, at + 512, codec) for at in range(0, 4096, 512)]
-    assert len(batches_of(spans, [(8, 128)], CudaTransfer.batch_bytes)) == batches
-    assert len(batches_of(spans, [(8, 128)], HostTransfer.batch_bytes)) == 8
-
-
-@pytest.mark.parametrize("codec", ["exact", "float8_e4m3", "int7"])
-def test_a_gpu_loads_what_a_cpu_loads_a_batch_a_layer(
-    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "library", lambda: None)
+@pytest.mark.parametrize("codec", KV_DTYPES[1:])
+def test_a_gpu_loads_what_a_cpu_loads(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "library", lambda: None)  # its sums differ from torch's in the last bit
     stored = Stored(tmp_path, codec)
     plan = stored.prefill([stored.keys[i] for i in (4, 0, 2, 5, 1)]).plan
-    rows: list[StoredKV] = []
-    plain = TorchBackend.load_kv
-
-    def load_kv(self: TorchBackend, given: StoredKV, *where: Any) -> None:
-        rows.append(given)
-        plain(self, given, *where)
 
     def load(decoder: Decoder) -> list[torch.Tensor]:
         pool = KVPool.of(decoder, -(-plan.num_tokens // 16), 16)
-        for tensor in pool.tensors:
+        for tensor in pool.raw:
             tensor.zero_()
-        rows.clear()
         with make_loader(decoder, stored.store, pool.new_sequence(plan.num_tokens), plan) as made:
             for layer in range(decoder.spec.num_kv_layers):
                 made.wait(layer)
         return pool.tensors
 
-    monkeypatch.setattr(TorchBackend, "load_kv", load_kv)
-    expected, num_layers = load(stored.engine.model.decoder), stored.engine.model.spec.num_kv_layers
-    assert len(rows) == num_layers * 6  # with the prefix
+    expected = load(stored.engine.model.decoder)
     with installed() as gpu:
         on_gpu = EngineConfig(model=str(tmp_path / "model"), device="cuda", attention_backend="torch", dtype="float32")
         decoder = Engine.load(on_gpu).model.decoder
@@ -313,16 +182,8 @@ def test_a_gpu_loads_what_a_cpu_loads_a_batch_a_layer(
         assert not gpu.found("synchronisation")
         assert not gpu.found("pageable copy")
         assert not gpu.errors
-        assert len(rows) == num_layers * (1 if codec == "exact" else 2)
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours.cpu(), theirs)
-
-
-def test_chunks_of_other_codecs_are_other_batches() -> None:
-    codecs = ("int7", "int7", "bfloat16", "int7", "int4")
-    spans = [span_of(at, at + 9, codec) for at, codec in zip(range(0, 45, 9), codecs, strict=True)]
-    found = [[span.codec for span in batch[2, 16].spans] for batch in batches_of(spans, [(2, 16)], 1 << 20)]
-    assert found == [["int7", "int7"], ["bfloat16"], ["int7"], ["int4"]]
 
 
 def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,3 +208,28 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
         assert (torch.get_num_threads(), later, set(seen.values())) == (3, [3], {1})
     finally:
         torch.set_num_threads(before)
+
+
+def test_prompts_that_load_at_once_do_not_block_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads for both, into host buffers for two of four groups of layers; the second is needed first."""
+    stored = Stored(tmp_path, "int7")
+    plan = stored.prefill(stored.keys[:5]).plan
+    monkeypatch.setattr(loader, "num_workers", lambda at_most: 1)
+    with installed() as gpu:
+        on_gpu = EngineConfig(model=str(tmp_path / "model"), device="cuda", attention_backend="torch", dtype="float32")
+        decoder = Engine.load(on_gpu).model.decoder
+        num_layers, pools = decoder.spec.num_kv_layers, list[KVPool]()
+        loaders = list[KVLoader]()
+        for _ in range(2):
+            pools.append(KVPool.of(decoder, -(-plan.num_tokens // 16), 16))
+            sequence = pools[-1].new_sequence(plan.num_tokens)
+            loaders.append(make_loader(decoder, stored.store, sequence, plan).open())
+        assert not loaders[0].is_ready(num_layers - 1)
+        for made in reversed(loaders):
+            for layer in range(num_layers):
+                made.wait(layer)
+            assert made.is_ready(num_layers - 1)
+            made.close()
+        assert not gpu.errors
+        first, second = (pool.tensors[-1].cpu().flatten(0, 1)[: plan.num_tokens] for pool in pools)
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)  # NaN where nothing is stored

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cacheblend_store import ChunkManifest, ChunkStore, StoreError
+from cacheblend_store import ChunkManifest, ChunkStore, LayerReads, StoreError
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -20,7 +20,6 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.source import KVSource
-from cacheblend_cli.kv.transfer import HostTransfer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
@@ -48,17 +47,20 @@ class Elsewhere:
     def manifest(self, key: bytes) -> ChunkManifest | None:
         return self.manifests.get(key)
 
-    def copies(
-        self, chunks: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
-    ) -> Callable[[int, memoryview], None]:
-        def copy(layer: int, buffer: memoryview) -> None:
-            for chunk, own in zip(chunks, places, strict=True):
-                if (chunk.key, layer) in self.lost:
-                    raise StoreError("the connection was lost")
-                for name, part in self.layers[chunk.key, layer].items():
-                    buffer[slice(*own[name])] = part
+    version = None
 
-        return copy
+    def locate(self, reads: LayerReads) -> None:
+        pass
+
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
+        for layer, own in zip(reads.groups[group], reads.places, strict=False):
+            if (reads.manifest.key, layer) in self.lost:
+                raise StoreError("the connection was lost")
+            for name, part in self.layers[reads.manifest.key, layer].items():
+                buffer[slice(*own[name])] = part
+
+    def state_of(self, manifest: ChunkManifest) -> list[memoryview]:
+        raise AssertionError("the model has no recurrent layers")
 
 
 class Stored:
@@ -83,15 +85,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return Stored(tmp_path_factory.mktemp("source"))
 
 
-@pytest.fixture(params=["chunk by chunk", "in batches"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the KV goes to the pool."""
-    if request.param == "in batches":
-        monkeypatch.setattr(HostTransfer, "batch_bytes", 6 << 20)
-    return str(request.param)
-
-
-def test_any_source_gives_what_the_store_gives(stored: Stored, way: str) -> None:
+def test_any_source_gives_what_the_store_gives(stored: Stored) -> None:
     elsewhere = Elsewhere(stored.store)
     expected, _ = stored.prefill(stored.store)
     found, notes = stored.prefill(elsewhere)
@@ -101,7 +95,7 @@ def test_any_source_gives_what_the_store_gives(stored: Stored, way: str) -> None
     assert torch.equal(found.result.logits, expected.result.logits)
 
 
-def test_what_is_lost_on_the_way_is_computed(stored: Stored, way: str) -> None:
+def test_what_is_lost_on_the_way_is_computed(stored: Stored) -> None:
     elsewhere = Elsewhere(stored.store)
     elsewhere.lost.add((stored.keys[1], stored.engine.runtime.model.spec.num_layers - 1))
     found, [note] = stored.prefill(elsewhere)

@@ -19,8 +19,6 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
-from cacheblend_cli.kv import loader
-from cacheblend_cli.kv.transfer import HostTransfer, StagedTransfer
 from cacheblend_cli.model import host_memory
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -39,15 +37,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert resolve_device("mps") == torch.device("mps")
     assert resolve_device("auto").type != "mps"
-
-
-def test_kv_goes_to_the_device_before_it_is_placed() -> None:
-    kinds = [type(loader.transfer_to(torch.device(name))) for name in ("cpu", "mps")]
-    assert kinds == [HostTransfer, StagedTransfer]
-    transfer, placed = StagedTransfer(torch.device("meta")), list[torch.Tensor]()
-    transfer.open(1, 8)
-    transfer.send(0, 0, 4, placed.append)
-    assert (placed[0].device.type, placed[0].shape) == ("meta", (4,))
 
 
 def test_systems_that_do_not_tell_their_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

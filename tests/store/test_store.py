@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from cacheblend_store import (
     DocumentChunk,
     DocumentRecord,
     KeyParts,
+    LayerReads,
     StoreCorrupt,
     StoreError,
     StoreFormat,
     StoreLocked,
     StoreNotFound,
     StorePermission,
+    StoreReader,
     chunk_key,
     collection_id,
     compact,
@@ -395,60 +397,101 @@ def places_of(specs: list[BlobSpec], gap: int = 5) -> tuple[list[dict[str, tuple
     return places, at
 
 
+GROUPS = [(0, 1), (2,)]
+
+
+def reads_of(manifest: ChunkManifest, groups: Sequence[Sequence[int]] = GROUPS) -> tuple[LayerReads, int]:
+    """Reads of a chunk's layers, and the bytes of a buffer for the largest group."""
+    places, size = places_of([layer_spec(manifest, 0)] * max(map(len, groups)))
+    return LayerReads(manifest, groups, places), size
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
-def test_layers_of_several_chunks_are_copied_at_once_and_checked(
+def test_groups_of_layers_are_read_at_once_and_checked(
     store: ChunkStore, codec: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
         monkeypatch.setattr(compiled_reads, "_library", lambda: None)
-    chunks = [make_chunk(seed, num_tokens=400 + seed, codec=codec) for seed in range(3)]
-    for manifest, blobs in chunks:
-        store.put_chunk(manifest, blobs)
+    key = store_chunk(store, 1, codec)
     with store.read() as reader:
-        manifests = [manifest for manifest in map(reader.manifest, [m.key for m, _ in chunks]) if manifest is not None]
-        wanted = [[{n: bytes(x) for n, x in reader.layer(m, i).items()} for m in manifests] for i in range(LAYERS)]
-        places, size = places_of([layer_spec(m, 0) for m in manifests])
-        copy, reads = (
-            reader.copies(manifests, range(LAYERS), places),
-            reader._compiled(manifests, range(LAYERS), places),
-        )
-        assert reads is not None
-        for layer in reversed(range(LAYERS)):
+        manifest = reader.manifest(key)
+        assert manifest is not None
+        wanted = [{n: bytes(x) for n, x in reader.layer(manifest, i).items()} for i in range(LAYERS)]
+        reads, size = reads_of(manifest)
+        reader.locate(reads)
+        assert reads.compiled is not None
+        for number, group in reversed(list(enumerate(reads.groups))):
             buffer = memoryview(bytearray(b"\xff" * size))
-            assert reads.read(layer, buffer) is compiled
-            copy(layer, buffer)
-            found = [{name: bytes(buffer[a:b]) for name, (a, b) in own.items()} for own in places]
-            assert found == wanted[layer]
-            filled = {at for own in places for a, b in own.values() for at in range(a, b)}
+            assert reads.compiled.read(reader.pages.handle, number, buffer) is compiled
+            reader.read_layers(replace(reads), number, buffer)
+            own = reads.places[: len(group)]
+            found = [{name: bytes(buffer[a:b]) for name, (a, b) in places.items()} for places in own]
+            assert found == [wanted[layer] for layer in group]
+            filled = {at for places in own for a, b in places.values() for at in range(a, b)}
             assert all(buffer[at] == 0xFF for at in range(size) if at not in filled)
-        whole = bytes(reader.blob(manifests[1], 1))
+        whole = bytes(reader.blob(manifest, 1))
     for at in {8, len(whole) // 2, len(whole) - 1}:
         with bare_writing(store) as (txn, dbs):
-            txn.put(
-                blob_key(manifests[1].key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"]
-            )
-        with store.read() as reader, pytest.raises(BadBlob, match=manifests[1].id[:12]):
-            reader.copies(manifests, range(LAYERS), places)(1, memoryview(bytearray(size)))
+            txn.put(blob_key(key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"])
+        with store.read() as reader, pytest.raises(BadBlob, match=manifest.id[:12]):
+            located(reader, reads).read_layers(reads, 0, memoryview(bytearray(size)))
     with bare_writing(store) as (txn, dbs):
-        txn.delete(blob_key(manifests[2].key, 0), db=dbs["blobs"])
+        txn.delete(blob_key(key, 2), db=dbs["blobs"])
+    reads.compiled = None  # it reads what was located: the pages are not used for something else yet
     with store.read() as reader, pytest.raises(BadBlob, match="is missing"):
-        reader.copies(manifests[2:], [0], places[2:])(0, memoryview(bytearray(size)))
+        located(reader, reads).read_layers(reads, 1, memoryview(bytearray(size)))
 
 
-def test_copying_several_chunks_takes_no_read_from_python(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_takes_no_read_from_python(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look-up of the blobs and the end of their digests nothing needs the GIL."""
-    chunks = [make_chunk(seed, num_tokens=400) for seed in range(3)]
-    for manifest, blobs in chunks:
-        store.put_chunk(manifest, blobs)
+    key = store_chunk(store, 1)
     with store.read() as reader:
-        manifests = [manifest for manifest in map(reader.manifest, [m.key for m, _ in chunks]) if manifest is not None]
-        places, size = places_of([layer_spec(m, 0) for m in manifests])
-        copy, reads = reader.copies(manifests, range(LAYERS), places), list[object]()
-        monkeypatch.setattr(os, "preadv", lambda *of: reads.append(of))
-        for layer in range(LAYERS):
-            copy(layer, memoryview(bytearray(size)))
-    assert not reads
+        manifest = reader.manifest(key)
+        assert manifest is not None
+        (reads, size), seen = reads_of(manifest), list[object]()
+        reader.locate(reads)
+        monkeypatch.setattr(os, "preadv", lambda *of: seen.append(of))
+        for group in range(len(GROUPS)):
+            reader.read_layers(reads, group, memoryview(bytearray(size)))
+    assert not seen
+
+
+def test_layers_that_moved_since_they_were_located_are_looked_up_again(store: ChunkStore) -> None:
+    key, others = store_chunk(store, 1), [store_chunk(store, seed) for seed in (2, 3)]
+    with store.read() as reader:
+        manifest = reader.manifest(key)
+        assert manifest is not None
+        reads, size = reads_of(manifest)
+        reader.locate(reads)
+        version, wanted = reader.version, bytes(reader.blob(manifest, 0))
+    _, blobs = make_chunk(1, num_tokens=400)
+    store.remove_chunks([key, *others])
+    for seed in (4, 5, 6):
+        store_chunk(store, seed)
+    store.put_chunk(make_chunk(1, num_tokens=400)[0], blobs)
+    with store.read() as reader:
+        assert reader.version != version
+        buffer = memoryview(bytearray(size))
+        reader.read_layers(reads, 0, buffer)
+        assert reads.compiled is None, "the next prompt looks them up"
+        data = b"".join(bytes(buffer[a:b]) for a, b in map(reads.places[0].__getitem__, layer_spec(manifest, 0)))
+        assert wanted.endswith(data)
+    with store.read() as reader:
+        again = reader.version
+    with store.read() as reader:
+        assert reader.version == again
+
+
+def located(reader: StoreReader, reads: LayerReads) -> StoreReader:
+    reader.locate(reads)
+    return reader
+
+
+def store_chunk(store: ChunkStore, seed: int, codec: str = "float32") -> bytes:
+    manifest, blobs = make_chunk(seed, num_tokens=400, codec=codec)
+    store.put_chunk(manifest, blobs)
+    return manifest.key
 
 
 def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:

@@ -17,7 +17,7 @@ from cacheblend_cli.kv.stored_prompt import stored_kv
 def decode_kv(tensors: Mapping[str, Tensor], codec: str, *dims: int) -> tuple[Tensor, Tensor]:
     """Return k and v [tokens, num_kv_heads, head_dim] as fp32 copies. dims: head_dim of K and of V if it differs."""
     dims = dims[0], dims[-1]
-    k, v = dequantized(stored_kv(codec, tensors, None, *dims), *dims)
+    k, v = dequantized(stored_kv(codec, tensors, *dims), *dims)
     return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
 
 

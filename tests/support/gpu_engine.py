@@ -115,6 +115,16 @@ def use_pool(engine: Engine, num_blocks: int) -> None:
     engine.runtime._memory = DeviceMemory(pool, make_runner(decoder, pool, config.eager))
 
 
+def capture_graphs(engine: Engine) -> int:
+    """Capture the layers that prompts had no graphs for, as an idle engine does. Returns their number."""
+    memory, count = engine.runtime.memory(), 0
+    assert memory is not None
+    worker = Worker(engine.model.decoder, memory)
+    while worker.prepare():
+        count += 1
+    return count
+
+
 def waits(gpu: FakeGpu, *phases: str) -> dict[str, int]:
     """Return call site -> number of synchronisations and pageable copies in the phases."""
     return {site: count for kind in WAITS for site, count in gpu.found(kind, *phases).items()}

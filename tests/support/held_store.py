@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Any
 
-from cacheblend_store import ChunkManifest, ChunkStore
+from cacheblend_store import ChunkStore, LayerReads
 
 WAIT_S = 10.0
 
@@ -41,9 +41,9 @@ class HeldStore:
         with self._store.read() as reader:
             yield HeldReader(self, reader)
 
-    def read_layer(self, layer: int, keys: Iterable[bytes]) -> None:
+    def read_layer(self, layer: int, key: bytes) -> None:
         with self._changed:
-            self._begun.update(keys)
+            self._begun.add(key)
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: layer < self._held_from, WAIT_S)
 
@@ -55,11 +55,6 @@ class HeldReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
-    def copies(self, manifests: Sequence[ChunkManifest], *about: Any) -> Callable[[int, memoryview], None]:
-        copy, keys = self._reader.copies(manifests, *about), [manifest.key for manifest in manifests]
-
-        def held(layer: int, buffer: memoryview) -> None:
-            self._held.read_layer(layer, keys)
-            copy(layer, buffer)
-
-        return held
+    def read_layers(self, reads: LayerReads, group: int, buffer: memoryview) -> None:
+        self._held.read_layer(reads.groups[group][0], reads.manifest.key)
+        self._reader.read_layers(reads, group, buffer)

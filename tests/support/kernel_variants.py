@@ -343,8 +343,8 @@ def _peaks() -> Iterator[KernelVariant]:
 
 def _correction() -> Iterator[KernelVariant]:
     floats = ("of_chunk", "of_near", "near_length", "far_length", "noise", "least_noise", "less_common")
-    types = dict.fromkeys(floats, "fp32") | {"longest": "i32", "stride": "i32"}
-    types |= dict.fromkeys(("starts_ptr", "known_ptr", "known_starts_ptr"), "*i32")
+    types = dict.fromkeys(floats, "fp32") | {"longest": "i32", "stride": "i32", "num_chunks": "i32"}
+    types |= dict.fromkeys(("starts_ptr", "known_ptr", "known_starts_ptr"), "*i32") | {"fresh_ptr": "*i64"}
     sums = ("mean", "spread", "norms", "sizes", "change", "common", "covariance", "inverse", "weights")
     types |= {f"{name}_ptr": "*fp32" for name in sums}
     for dtype, head_dim, fp8 in product(SIZES, HEAD_DIMS, (False, True)):
@@ -379,6 +379,13 @@ def _correction() -> Iterator[KernelVariant]:
         ]
         if not fp8:
             kernels += [
+                (
+                    "common",
+                    covariance.common_kernel,
+                    {"K_WIDTH": width, "BLOCK_M": correction.COMMON_ROWS, "BLOCK_W": correction.COMMON_CHANNELS},
+                    out,
+                    4,
+                ),
                 (
                     "covariance",
                     covariance.covariance_kernel,

@@ -1,57 +1,59 @@
 """`--ratio auto`: chooses a prompt's ratio from measured speeds, and learns from each prefill. For any blended prompt:
-estimates when a full prefill's first token would have come."""
+estimates when a full prefill's first token would have come, and on a GPU, without a ratio of the user's, does a full
+prefill if that is faster."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from cacheblend_cli.blend.cost import at_ratio, decide, estimate, estimate_full, learn
+from cacheblend_cli.blend.cost import at_ratio, decide, estimate, estimate_full, learn, or_full
 from cacheblend_cli.blend.policy import policy_of
-from cacheblend_cli.blend.speeds import kv_share, measure_compute, read_speeds, speed_file, write_speeds
+from cacheblend_cli.blend.speeds import full_speeds, kv_share, measure_compute, read_speeds, speed_file, write_speeds
 from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, bucket
 from cacheblend_cli.prompt.plan import Segment, SegmentStatus
-from cacheblend_cli.types import Answer, AutoReport, Decision, Speeds, Workload
+from cacheblend_cli.types import FULL_IS_FASTER, Answer, AutoReport, Decision, Speeds, Workload
 
 _LOAD_AGAIN = 16  # full prefills in a row
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
     request, report = decided(runtime, request)
-    if report is not None:
-        return request, AutoRatio(runtime, report)
-    if not request.options.estimate_full or not _can_estimate(runtime, request):
+    if report is None and request.options.estimate_full and _can_estimate(runtime, request):
+        request, report = Controller(runtime, request).predict(request)
+    if report is None:
         return request, None
-    request, report = Controller(runtime, request).predict(request)
-    return request, PredictedPrefill(runtime, report)
+    is_shown = request.options.auto or request.full_for_speed
+    return request, (AutoRatio if is_shown else PredictedPrefill)(runtime, report)
 
 
 class PredictedPrefill(Hook):
     """Reports the estimated time of a full prefill, and learns from the prefill."""
 
-    is_alone = True
-
     def __init__(self, runtime: Runtime, report: AutoReport) -> None:
         self._runtime, self._report = runtime, report
+        self.is_alone = report.decision.mode == "blend" or not prefill_times(runtime)  # else it is not timed
 
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
         answer.timing = replace(answer.timing, full_ttft_s=full_ttft_s(self._report.decision, answer.timing.ttft_s))
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> None:
-        """Update the speeds. On a GPU a prefill ends when its token is read."""
+        """Update the speeds."""
         if report.prefix_cache_tokens:
             return
-        after = answers[0].timing.ttft_s - self._report.before_s
-        on_gpu = self._runtime.decoder.device.type == "cuda"
-        prefill_s, rest_s = (after, 0.0) if on_gpu else (report.prefill_s, max(0.0, after - report.prefill_s))
+        prefill_s = report.prefill_s
+        rest_s = max(0.0, answers[0].timing.ttft_s - self._report.before_s - prefill_s)
         Controller(self._runtime, report.request).learn(self._report, report, prefill_s, rest_s)
 
 
@@ -72,51 +74,74 @@ def full_ttft_s(decision: Decision, ttft_s: float) -> float:
 
 class Controller:
     """Decides by the speeds of the model on this machine for the request's codec, which the runtime holds. Compute is
-    measured once; the speed of loading is learnt from blended prompts."""
+    measured once; the speed of loading is learnt from blended prompts.
+
+    On a GPU, full prefills have the speeds of those that sized its pool. The others are learnt from blended prompts of
+    similar length: the host's time, which most of them wait for, does not grow with their rows.
+    """
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
-        self._runtime, self._codec = runtime, request.collection.codec
-        self._file = speed_file(runtime.model, self._codec)
+        self._runtime, self._codec, self._length = runtime, request.collection.codec, 0
+        self._full: Speeds | None = None  # of full prefills, if others have other speeds
+        if times := prefill_times(runtime):
+            self._full = runtime.speeds.get((self._codec, 0)) or self._keep(full_speeds(runtime.model.spec, times))
+            self._length = bucket(request.plan.num_tokens, LEAST_KV_BUCKET)
 
     def decide(self, request: Request) -> tuple[Request, AutoReport]:
         """Return the request at the largest ratio that loading hides, at least request.blend.ratio, or as a full
         prefill. The answer's time excludes measuring this machine, which happens once."""
         request, report = self._reported(request, partial(decide, floor=request.blend.ratio))
-        decision = report.decision
-        way = {"mode": "full"} if decision.mode == "full" else {"ratio": decision.ratio}
-        return replace(request, blend=replace(request.blend, **way)), report
+        if report.decision.mode == "full":
+            return _in_full(request), report
+        return replace(request, blend=replace(request.blend, ratio=report.decision.ratio)), report
+
+    def decide_mode(self, request: Request) -> tuple[Request, AutoReport]:
+        """Return the request at its own ratio, or as a full prefill if that is estimated to be no slower."""
+        request, report = self.predict(request)
+        blended, full = report.decision, self._full
+        decision = blended if full is None else or_full(blended, report.work, full)
+        if decision.mode == "blend":
+            return request, report
+        request.notes.append(
+            f"a full prefill is faster here: {decision.chosen.prefill_s * 1e3:.0f} ms, {blended.chosen.prefill_s * 1e3:.0f} "
+            f"blended, by estimate; --ratio {blended.ratio:g} blends"
+        )
+        report = replace(report, decision=decision, predicted_ttft_s=report.predicted_full_ttft_s)
+        return replace(_in_full(request), ratio_from=FULL_IS_FASTER), report
 
     def predict(self, request: Request) -> tuple[Request, AutoReport]:
         """Return the request, and the estimates for its own ratio. The answer's time is as with `decide`."""
         ratio = request.blend.effective_ratio()
         return self._reported(request, partial(at_ratio, ratio=ratio, floor=ratio))
 
-    def _reported(
-        self, request: Request, decided: Callable[[Speeds, Workload], Decision]
-    ) -> tuple[Request, AutoReport]:
+    def _reported(self, request: Request, decided: Callable[..., Decision]) -> tuple[Request, AutoReport]:
         resolved = time.perf_counter()
         speeds = self._measured()
-        request = replace(request, started=request.started + time.perf_counter() - resolved)
+        if self._full is None:  # nothing is measured on a GPU, and a copy lays out its plan again
+            request = replace(request, started=request.started + time.perf_counter() - resolved)
         work = workload(request)
         before_s = time.perf_counter() - request.started
-        decision, other_s = decided(speeds, work), before_s + speeds.rest_s
+        decision, other_s = decided(speeds, work, full=self._full), before_s + speeds.rest_s
         predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))
         return request, AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
     def _measured(self) -> Speeds:
         """Return the speeds; measure them if they are missing.
 
-        Full prefills teach nothing about loading: after some of them in a row its speed is forgotten, so that a bad
-        first measurement does not persist.
+        Full prefills teach nothing about loading, and on a GPU nothing about blending: after some of them in a row that
+        is forgotten, so that a bad first measurement does not persist.
         """
-        runtime = self._runtime
-        speeds = runtime.speeds.get(self._codec) or read_speeds(self._file)
+        runtime, full = self._runtime, self._full
+        speeds = runtime.speeds.get((self._codec, self._length)) or read_speeds(self._file)
+        forgets = speeds is not None and speeds.not_loaded >= _LOAD_AGAIN
+        if full is not None and (speeds is None or forgets):  # the first guess: rows cost what they cost in full
+            return self._keep(full)
         if speeds is None:
             runtime.say(f"measuring how fast this machine is with {runtime.model.name}, once")
             return self._keep(measure_compute(runtime.decoder, runtime.config.block_size))
-        if speeds.not_loaded >= _LOAD_AGAIN:
+        if forgets:
             return self._keep(replace(speeds, bytes_per_s=math.inf, not_loaded=0))
-        runtime.speeds[self._codec] = speeds
+        runtime.speeds[self._codec, self._length] = speeds
         return speeds
 
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
@@ -124,35 +149,56 @@ class Controller:
 
         Ignores a prefill that computed a damaged chunk instead of loading it: its workload was different.
         """
-        speeds, work, loader = self._runtime.speeds[self._codec], report.work, done.result.loader
+        speeds, work = self._runtime.speeds[self._codec, self._length], report.work
+        loader, is_measured = done.result.loader, self._full is None
+        if report.decision.mode == "full" and not is_measured:
+            self._keep(replace(speeds, not_loaded=speeds.not_loaded + 1))
+            return
         if report.decision.mode == "full":
-            predicted = estimate_full(report.speeds, work)
+            predicted = estimate_full(speeds, work)
         elif loader.num_bytes == work.kv_bytes:
             ratio = len(done.result.chosen) / work.inexact if work.inexact else 0.0
-            predicted = estimate(report.speeds, work, ratio)
+            predicted = estimate(speeds, work, ratio)
         else:
             return
         rest_s = speeds.rest_s if rest_s is None else rest_s
         computed_s = prefill_s - loader.stall_s
         loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, loader.load_s)  # of the store alone
-        self._keep(learn(speeds, predicted.compute_s, computed_s, *loaded, rest_s))
+        self._keep(learn(speeds, predicted.compute_s, computed_s, *loaded, rest_s, is_measured))
+
+    @property
+    def _file(self) -> Path:
+        return speed_file(self._runtime.model, self._codec, self._length)
 
     def _keep(self, speeds: Speeds) -> Speeds:
-        self._runtime.speeds[self._codec] = speeds
+        self._runtime.speeds[self._codec, self._length] = speeds
         write_speeds(self._file, speeds)
         return speeds
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
-    """Return the request with the controller's decision, and its report; unchanged without --ratio auto, or if it does
-    not blend. Raises UsageError for a blend with several ratios."""
+    """Return the request with the controller's decision, and its report: with --ratio auto, and on a GPU if the user
+    chose no way to blend. Else unchanged. Raises UsageError for --ratio auto with several ratios."""
+    is_whole = runtime.decoder.part.is_whole
+    if request.may_be_full and is_whole and request.plan.inexact_tokens and prefill_times(runtime):
+        return Controller(runtime, request).decide_mode(request)
     if not request.options.auto or request.blend.mode != "blend":
         return request, None
-    if not runtime.decoder.part.is_whole:
+    if not is_whole:
         raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
     if request.blend.checks:
         raise UsageError("--ratio auto chooses one ratio, but several check layers were given", "give a ratio to each")
     return Controller(runtime, request).decide(request)
+
+
+def prefill_times(runtime: Runtime) -> tuple[tuple[int, float], ...]:
+    """Return (rows, seconds) of the full prefills that sized a GPU's pool; () on other devices."""
+    memory = runtime.memory() if runtime.decoder.device.type == "cuda" else None
+    return () if memory is None or memory.profile is None else memory.profile.times
+
+
+def _in_full(request: Request) -> Request:
+    return replace(request, blend=replace(request.blend, mode="full"), full_for_speed=True)
 
 
 def _can_estimate(runtime: Runtime, request: Request) -> bool:
@@ -188,7 +234,8 @@ def workload(request: Request) -> Workload:
 def kv_bytes(request: Request, keys: Container[bytes | None] | None = None) -> int:
     """Return the bytes of stored KV to load, all layers. keys: of these chunks alone."""
     size, stored = request.collection.chunk_bytes, request.plan.stored
-    return sum(size(s.num_tokens, s.codec) for s in stored if keys is None or s.key in keys)
+    counts = Counter((s.num_tokens, s.codec) for s in stored if keys is None or s.key in keys)
+    return sum(count * size(*of) for of, count in counts.items())
 
 
 def _mean_keys(segments: Sequence[Segment], status: SegmentStatus) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from cacheblend_store import ChunkStore
 
@@ -11,7 +12,7 @@ from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.types import Answer
+from cacheblend_cli.types import Answer, BlendParams
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
@@ -28,19 +29,21 @@ class KeptChunks(Hook):
         answer.tier = None if report.request.tiered is None else report.request.tiered.use
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
-        request = report.request
-        if request.blend.mode == "full":  # it reused nothing
+        request, plan = report.request, report.plan
+        if request.full_for_speed:  # it stands for a blended prompt
+            plan = replace(request, blend=BlendParams()).plan
+        elif request.blend.mode == "full":  # it reused nothing
             return None
         if request.tiered is not None and self._store.tier is not None:
             from cacheblend_cli.engine.request.tiered import remember_speed
 
             remember_speed(self._store.tier)
-        used = [s.key for s in report.plan.chunks if s.cached and s.key]
+        used = [s.key for s in plan.chunks if s.cached and s.key]
         # before missing chunks are stored, which may need room
         self._store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)
         missing = {c.input.key for c in request.chunks if not c.input.cached}
-        missing &= {s.key for s in report.plan.chunks if s.key and s.status == "computed"}
-        if report.plan.in_order:
+        missing &= {s.key for s in plan.chunks if s.key and s.status == "computed"}
+        if plan.in_order:
             from cacheblend_cli.engine.request.hybrids import to_collect
 
             missing = to_collect(request, missing)

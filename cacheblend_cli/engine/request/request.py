@@ -62,6 +62,8 @@ class Request:
     connector: Connector | None = None  # takes the prompt's KV; the answer ends before its first token
     tiered: TieredSource | None = None  # the store and its tier, if the tier was asked for chunks
     ratio_from: str = "given"  # see `Answer`
+    may_be_full: bool = False  # a GPU may compute it in full if that is faster
+    full_for_speed: bool = False  # in mode full because that is estimated to be faster than blending
 
     @property
     def named(self) -> tuple[bytes, ...]:

@@ -144,7 +144,9 @@ def _with_blend(request: Request, ask: AskRequest) -> Request:
     policy_of(blend, model.spec.num_kv_layers, layer0_exact=True)
     if ask.sampling.prompt_logprobs is not None:
         blend = BlendParams(mode="full")
-    return replace(request, blend=blend, ratio_from=ratio_from)
+    is_default = ask.options.own_ratio and replace(ask.blend, seed=0) == BlendParams()
+    may_be_full = is_default and not ask.options.verify and blend.mode == "blend"
+    return replace(request, blend=blend, ratio_from=ratio_from, may_be_full=may_be_full)
 
 
 def _with_losses(request: Request) -> Request:

@@ -7,6 +7,7 @@ positions and lengths advance on the device, so a replay needs nothing from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_kernels import AttentionMetadata
@@ -19,6 +20,9 @@ from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, Rows, bucket, filled, next_r
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.rope import rows_of_tables
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.layer_graphs import LayerGraphs
 
 CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengths on the host
 
@@ -71,6 +75,7 @@ class GraphRunner:
         self._capture = capture or cuda_capture
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self.spare = pool.allocator.allocate(1)[0]
+        self.layer_graphs: LayerGraphs | None = None  # of prefills over the pool
         self._current: DecodeGraph | None = None
         self._num_seqs = 0
 
@@ -191,7 +196,7 @@ def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False, least_rows:
     if spec.latent is None and spec.streams is None and spec.shapes is None and not spec.token_width:
         from cacheblend_cli.kv.layer_graphs import LayerGraphs
 
-        pool.layer_graphs = LayerGraphs(decoder, pool, runner.spare)
+        pool.layer_graphs = runner.layer_graphs = LayerGraphs(decoder, pool, runner.spare)
     return runner
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from traceback import clear_frames
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,16 +18,18 @@ from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.worker.decode import LEAST_KV_BUCKET, DecodeRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.load_queue import num_workers, workers
-from cacheblend_cli.kv.loader import KVLoader, ZeroLoader
+from cacheblend_cli.kv.device_time import DeviceTime, mark
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
-from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import gib
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.collection import codec_of
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.host_cache import HostCache
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 WARM_UP_KV_LENS = (1024, 2048, 4096, 8192)  # contexts whose decode graph of one answer is captured
@@ -66,6 +69,7 @@ class MemoryProfile:
     used: int
     fixed: int
     per_row: int
+    times: tuple[tuple[int, float], ...] = ()  # rows and seconds of full prefills
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class DeviceMemory:
     pool: KVPool
     runner: DecodeRunner
     profile: MemoryProfile | None = None  # of a GPU
+    host_cache: HostCache | None = None  # of chunks that go to a GPU
 
     @property
     def num_tokens(self) -> int:
@@ -98,21 +103,28 @@ def reserve(
             f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} anymore",
             "stop other programs on the GPU, or lower --gpu-memory-utilization",
         ) from error
+    cache = None
+    if decoder.device.type == "cuda":
+        from cacheblend_cli.kv.cuda_loader import warm_up_loading
+
+        cache = warm_up_loading(decoder.device, config.host_cache, decoder.part.ranks.size)
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
         warm_up(decoder, pool, config.kv_dtype)
     num_rows = 1 + config.speculate if isinstance(config.speculate, int) else 1
     runner = make_runner(decoder, pool, config.eager, num_rows)
     if isinstance(runner, GraphRunner):
         warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size), num_rows)
-    if decoder.device.type == "cuda":
-        warm_up_transfer(decoder.device)
-    return DeviceMemory(pool, runner, profile)
+    if cache is not None:
+        cache.wait()
+    return DeviceMemory(pool, runner, profile, cache)
 
 
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     """Launch every kernel that a question may launch, so that the first question compiles nothing: attention of all
     sizes, and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
+    from cacheblend_cli.kv.staging import ZeroLoader
+
     *chunks, suffix = WARM_UP
     codec = codec_of(codec, decoder.dtype, decoder.spec)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
@@ -136,16 +148,6 @@ def warm_up_graphs(runner: GraphRunner, most_tokens: int, num_rows: int = 1) -> 
             runner.graph(count, kv_len)
 
 
-def warm_up_transfer(device: torch.device) -> None:
-    """Create the threads and streams of loading, and pinned buffers as long and medium prompts need them. Allocating
-    these takes tens of milliseconds; PyTorch keeps them, by powers of two."""
-    transfer = CudaTransfer(device)
-    count = num_workers(transfer.most_workers)
-    workers(count)
-    for num_bytes in (transfer.batch_bytes, transfer.batch_bytes // 2):
-        torch.empty(count * transfer.buffers_a_worker * num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
     """Warm up attention of each kind of layer, for any number of rows and any context length."""
     spec, capacity = decoder.own_spec, len(pool.layers[0].k) * pool.block_size
@@ -160,7 +162,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
 
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
-    """Measure two full prefills, the second twice as long; shorter ones if the device lacks memory."""
+    """Measure and time two full prefills, the second twice as long; shorter ones if the device lacks memory."""
     longest = max(1, decoder.spec.max_context // 2)
     many, few = (min(n, longest) for n in PROFILE_ROWS)
     try:
@@ -171,15 +173,18 @@ def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
 
 def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> MemoryProfile:
     _prefill(decoder, num_rows, block_size)  # not measured: compiles kernels and allocates work spaces
-    activations = []
+    activations, times = [], []
     for n in (num_rows, 2 * num_rows):
-        blocks = -(-n // block_size)
+        blocks, prefill = -(-n // block_size), partial(_prefill, decoder, n, block_size)
         kv = bytes_per_token(decoder) * blocks * block_size
-        activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
+        activations.append(meter.peak(prefill) - kv)
+        begin = mark(decoder.device)
+        prefill()  # once more: the first one of a length also chooses kernels for it
+        times.append((n, DeviceTime().plus(begin, mark(decoder.device)).seconds))
     per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
     states = 0 if decoder.state_layout is None else STATES * decoder.state_layout.num_bytes
     fixed = states + max(0, int(activations[1] - 2 * num_rows * per_row))
-    return MemoryProfile(meter.total, meter.used(), fixed, int(per_row) + 1)
+    return MemoryProfile(meter.total, meter.used(), fixed, int(per_row) + 1, tuple(times))
 
 
 def blocks_that_fit(

@@ -11,6 +11,7 @@ rows. The last layer and the head get STEADY_ROWS rows of each prompt, and a mul
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.kv.device_time import DeviceTime, Mark, mark
 from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, Steps, finish, last_narrowing, layer_by_layer
-from cacheblend_cli.kv.loader import KVLoader, agree, make_loader, stored_state
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loading import agree, make_loader, stored_state
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import packed_rows
 from cacheblend_cli.kv.source import KVSource
@@ -37,6 +39,7 @@ from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
 
 if TYPE_CHECKING:
     from cacheblend_cli.kv.block_states import BlockStates
+    from cacheblend_cli.kv.host_cache import HostCache
 
 SHORT_ROWS = 16
 """Minimum rows of a slice whose products do not depend on further rows, with any layout of the weights: measured for 16
@@ -120,12 +123,14 @@ class PrefillState:
         sequence: PagedSequence,
         given: PrefillInput,
         on_logits: Callable[[Tensor], None] = lambda logits: None,
+        host_cache: HostCache | None = None,
     ) -> None:
+        self._begun = time.perf_counter()
         self._decoder, self._sequence, self._given, self._on_logits = decoder, sequence, given, on_logits
         self._plan, self._source = given.plan, source
         tile = row_tile_of(decoder.device)
         self._policy = policy_of(given.blend, decoder.spec.num_kv_layers, given.lossless, tile)
-        self._loader = make_loader(decoder, source, sequence, self._plan)
+        self._loader = make_loader(decoder, source, sequence, self._plan, host_cache)
         self._slices = slices_of(self._plan, given.slice_rows, given.outputs_from)
         self._done, self._time = 0, DeviceTime()
 
@@ -134,6 +139,8 @@ class PrefillState:
         self._loader.open()
         if self._sequence.pool.states is not None:
             self._open_state(self._sequence.pool.states)
+        if self._decoder.device.type == "cuda":  # the device waits for the look-ups
+            self._time = self._time.plus(self._begun, time.perf_counter())
         return self
 
     def _open_state(self, states: BlockStates) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.worker.attention import AttentionObserver
-from cacheblend_cli.engine.worker.decode import EagerRunner
+from cacheblend_cli.engine.worker.decode import EagerRunner, GraphRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.engine.worker.prefill import Launch, PrefillInput, PrefillState
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
@@ -74,6 +74,7 @@ class Worker(BlockSpace):
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
         self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
+        self.host_cache = memory.host_cache
         self._prefills: dict[int, PrefillState] = {}
         self._paused: dict[tuple[int, ...], Launch] = {}  # by the prompts' numbers
         self._swapped: dict[int, Swapped] = {}
@@ -86,7 +87,8 @@ class Worker(BlockSpace):
     ) -> None:
         """Start loading a prompt's stored KV from `source`. on_logits: callback for the requested logits, fp32 [n,
         vocab_size], in order. Raises BadChunk."""
-        state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
+        view = self._view(TableInput(given.blocks))
+        state = PrefillState(self._decoder, source, view, given, on_logits, self.host_cache)
         self._prefills[given.number] = state.open()
 
     def prefill(self, numbers: Sequence[int], max_rows: int, waits: bool = True) -> list[PrefillResult]:
@@ -100,6 +102,11 @@ class Worker(BlockSpace):
         if not results or results[0].is_paused:
             self._paused[key] = launch
         return results
+
+    def prepare(self) -> bool:
+        """Capture a graph that a prompt lacked, while there is nothing else to do. Returns False if there is none."""
+        graphs = self._runner.layer_graphs if isinstance(self._runner, GraphRunner) else None
+        return graphs is not None and graphs.capture_next()
 
     def end(self, number: int) -> None:
         """End the prefill with that number, if there is one."""

@@ -83,7 +83,7 @@ def _logits(
     return tl.where(shown, logits, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_rows", "kv_len", "first_slot", "window"])
+@triton.jit(do_not_specialize=["num_rows", "first_slot", "window"])
 def row_lse_kernel(
     q_ptr,
     k_ptr,
@@ -92,8 +92,8 @@ def row_lse_kernel(
     k_scale_ptr,
     sinks_ptr,
     lse_ptr,
+    kv_lens_ptr,
     num_rows,
-    kv_len,
     first_slot,
     q_stride,
     scale,
@@ -113,6 +113,7 @@ def row_lse_kernel(
     [num_kv_heads, num_rows * GROUP, SPLITS]."""
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
+    kv_len = tl.load(kv_lens_ptr)
     members = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     own = members < num_rows * GROUP
     tiles_each = ((kv_len + BLOCK_N - 1) // BLOCK_N + SPLITS - 1) // SPLITS
@@ -135,7 +136,7 @@ def row_lse_kernel(
     tl.store(lse_ptr + cell, lse, mask=own)
 
 
-@triton.jit(do_not_specialize=["num_rows", "kv_len", "first_slot", "window"])
+@triton.jit(do_not_specialize=["num_rows", "first_slot", "window"])
 def key_peaks_kernel(
     q_ptr,
     k_ptr,
@@ -144,8 +145,8 @@ def key_peaks_kernel(
     k_scale_ptr,
     lse_ptr,
     peaks_ptr,
+    kv_lens_ptr,
     num_rows,
-    kv_len,
     first_slot,
     q_stride,
     scale,
@@ -166,6 +167,9 @@ def key_peaks_kernel(
     kv_head = tl.program_id(0)
     start = tl.program_id(1) * BLOCK_N
     start = tl.multiple_of(start, BLOCK_N)
+    kv_len = tl.load(kv_lens_ptr)
+    if start >= kv_len:
+        return
     splits = tl.arange(0, SPLITS)
     found = tl.zeros([BLOCK_N], dtype=tl.float32)
     for first in range(0, num_rows * GROUP, BLOCK_M):
@@ -180,6 +184,7 @@ def key_peaks_kernel(
         lse = tl.load(lse_ptr + cell[:, None] + splits[None, :], mask=own[:, None], other=0.0)
         peak = tl.max(lse, 1)
         lse = peak + tl.log2(tl.sum(tl.exp2(lse - peak[:, None]), 1))
+        lse = tl.where(peak == float("-inf"), 0.0, lse)  # of a row that sees no key
         found = tl.maximum(found, tl.max(tl.exp2(logits - lse[:, None]), 0))
     at = start + tl.arange(0, BLOCK_N)
     tl.atomic_max(peaks_ptr + at, found.to(tl.int32, bitcast=True), mask=at < kv_len)
@@ -193,13 +198,13 @@ def attention_peaks(
     params: AttentionParams,
     peaks: Tensor,
 ) -> None:
-    """`KernelBackend.attention_peaks`, for the dtypes and strides of `prefill_attention`. Every row sees a key."""
+    """`KernelBackend.attention_peaks`, for the dtypes and strides of `prefill_attention`."""
     check_attention(q, cache, params)
     check_sequences(q, meta.block_table, meta.kv_lens)
     check(meta.num_seqs == 1, f"{meta.num_seqs} sequences, not one")
     _check_peaks(q, positions, peaks)
-    (num_rows, num_heads, head_dim), kv_len = q.shape, len(peaks)
-    if num_rows == 0 or kv_len == 0:
+    num_rows, num_heads, head_dim = q.shape
+    if num_rows == 0 or len(peaks) == 0:
         return
     num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads
@@ -209,8 +214,8 @@ def attention_peaks(
     arguments = score_arguments(q, cache, meta, params) | {
         "positions_ptr": positions,
         "lse_ptr": lse,
+        "kv_lens_ptr": meta.kv_lens,
         "num_rows": num_rows,
-        "kv_len": kv_len,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "SPLITS": SPLITS,
@@ -218,7 +223,7 @@ def attention_peaks(
     }
     with device_guard(q):
         row_lse_kernel[(num_kv_heads, tiles, SPLITS)](sinks_ptr=params.sinks, **arguments)
-        key_peaks_kernel[(num_kv_heads, -(-kv_len // block_n))](peaks_ptr=peaks.view(torch.int32), **arguments)
+        key_peaks_kernel[(num_kv_heads, -(-len(peaks) // block_n))](peaks_ptr=peaks.view(torch.int32), **arguments)
 
 
 def tile_of(block_d: int, element_size: int) -> tuple[int, int, int]:
@@ -234,5 +239,5 @@ def tile_of(block_d: int, element_size: int) -> tuple[int, int, int]:
 def _check_peaks(q: Tensor, positions: Tensor, peaks: Tensor) -> None:
     check_tensor("positions", positions, q.shape[:1], torch.int64)
     check_tensor("peaks", peaks, tuple(peaks.shape), torch.float32)
-    check(peaks.dim() == 1, f"peaks is [kv_len], got {list(peaks.shape)}")
+    check(peaks.dim() == 1, f"peaks has one dimension, got {list(peaks.shape)}")
     check_device(q, positions, peaks)

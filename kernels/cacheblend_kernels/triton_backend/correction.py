@@ -2,8 +2,8 @@
 
 A chunk's old K (before RoPE) and V become points, its recomputed rows are observations of the change, and the mean of
 the posterior (Rasmussen and Williams, Gaussian Processes for Machine Learning, section 2.2) is added to the other rows.
-Seven launches and one product a layer, whatever the number of chunks. How many rows of a chunk were recomputed stays on
-the device: grids cover the largest possible number, and programs beyond the real one return at once.
+Eight launches a layer, whatever the number of chunks. How many rows of a chunk were recomputed stays on the device:
+grids cover the largest possible number, and programs beyond the real one return at once. Sums do not depend on grids.
 
 RoPE is linear, so the change of a rotated key is the rotated change.
 """
@@ -36,12 +36,14 @@ from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.covariance import (
     change_kernel,
     chunk_spread_kernel,
+    common_kernel,
     covariance_kernel,
     halves_of,
     standardise_kernel,
 )
 
 BLOCK = 64  # rows of a tile
+COMMON_ROWS, COMMON_CHANNELS = 128, 32  # of a tile of `common_kernel`
 INVERSE_BLOCK = 32  # recomputed rows of a block of the inverse: with 64 it would spill registers
 
 
@@ -318,10 +320,13 @@ def correct_stale(
             **of_head, BLOCK_HEADS=heads, num_warps=4,
         )  # fmt: skip
         change_kernel[(num_known,)](
-            k, v, *pool, rows.known, w.change, w.change_sizes, k.stride(0), v.stride(0),
-            **of_head, BLOCK_HEADS=heads, num_warps=4,
+            k, v, *pool, rows.known, rows.known_starts, rows.fresh, w.change, w.change_sizes,
+            num_chunks, k.stride(0), v.stride(0), **of_head, BLOCK_HEADS=heads, num_warps=4,
         )  # fmt: skip
-        common = torch.mm(rows.average, w.change[:, :width])
+        common_kernel[(num_chunks, -(-width // COMMON_CHANNELS))](
+            w.change, rows.known_starts, w.common,
+            K_WIDTH=width, BLOCK_M=COMMON_ROWS, BLOCK_W=COMMON_CHANNELS, num_warps=4,
+        )  # fmt: skip
         covariance_kernel[(num_chunks, known_tiles, -(-rows.longest // BLOCK))](
             w.points, w.norms, rows.starts, rows.known, rows.known_starts, w.covariance,
             rows.longest, prior.of_chunk, prior.of_near, *prior.lengths,
@@ -332,7 +337,7 @@ def correct_stale(
             rows.longest, stride, prior.noise, prior.least_noise, BLOCK_M=INVERSE_BLOCK, num_warps=8,
         )  # fmt: skip
         weights_kernel[(num_chunks, known_tiles, -(-2 * width // BLOCK))](
-            w.inverse, w.change, common, rows.known_starts, w.weights, stride, 1 - prior.common,
+            w.inverse, w.change, w.common, rows.known_starts, w.weights, stride, 1 - prior.common,
             K_WIDTH=width, BLOCK_M=BLOCK, BLOCK_W=BLOCK, num_warps=4,
         )  # fmt: skip
         move_stale_kernel[(num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads)](
@@ -352,6 +357,7 @@ class Workspace:
     sizes: Tensor  # [num_rows]
     change: Tensor  # [num_known, width]
     change_sizes: Tensor  # [num_known]
+    common: Tensor  # [num_chunks, width / 2]
     weights: Tensor  # [num_known, width]
     covariance: Tensor  # [num_known, longest]
     inverse: Tensor  # [num_known, stride]
@@ -372,6 +378,7 @@ class Workspace:
             empty(num_rows),
             empty(num_known, width),
             empty(num_known),
+            empty(num_chunks, width // 2),
             empty(num_known, width),
             empty(num_known, rows.longest),
             empty(num_known, stride),
@@ -402,7 +409,6 @@ def _check(k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, cos: Tensor
     check_heads("k", k)
     check_heads("v", v)
     held = tuple(cache.k.shape[2:])
-    check(len(k) == len(rows.known), f"{len(k)} rows, {len(rows.known)} known")
     check(k.shape == v.shape and tuple(k.shape[1:]) == held, f"rows of {list(k.shape[1:])}, slots of {list(held)}")
     num_rows, num_known, num_chunks = len(rows.slots), len(rows.known), len(rows.starts) - 1
     check_rope(cos, sin, num_rows, held[1])
@@ -410,5 +416,5 @@ def _check(k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, cos: Tensor
     check_tensor("starts", rows.starts, (num_chunks + 1,), torch.int32)
     check_tensor("known", rows.known, (num_known,), torch.int32)
     check_tensor("known_starts", rows.known_starts, (num_chunks + 1,), torch.int32)
-    check_tensor("average", rows.average, (num_chunks, num_known), torch.float32)
+    check_tensor("fresh", rows.fresh, (num_known,), torch.int64)
     check_device(k, v, cos, sin, *tensors_of(cache), *tensors_of(rows))

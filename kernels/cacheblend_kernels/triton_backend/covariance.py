@@ -60,6 +60,8 @@ def chunk_spread_kernel(
     head = part % NUM_KV_HEADS
     begin = tl.load(starts_ptr + chunk)
     end = tl.load(starts_ptr + chunk + 1)
+    if begin >= end:
+        return
     dims = tl.arange(0, BLOCK_HALF)
     in_half = dims < HEAD_DIM // 2
     first = begin + tl.zeros([1], dtype=tl.int32)
@@ -177,7 +179,7 @@ def standardise_kernel(
     tl.store(norms_ptr + row, 0.5 * norm)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def change_kernel(
     fresh_k_ptr,
     fresh_v_ptr,
@@ -189,8 +191,11 @@ def change_kernel(
     sin_ptr,
     slots_ptr,
     known_ptr,
+    known_starts_ptr,
+    fresh_ptr,
     change_ptr,
     sizes_ptr,
+    num_chunks,
     k_stride,
     v_stride,
     NUM_KV_HEADS: tl.constexpr,
@@ -200,7 +205,10 @@ def change_kernel(
 ):
     """One recomputed row. Grid (num_known,): fresh minus old K (before RoPE) and V, and its squared norm."""
     number = tl.program_id(0).to(tl.int64)
+    if number >= tl.load(known_starts_ptr + num_chunks):
+        return
     row = tl.load(known_ptr + number).to(tl.int64)
+    fresh_row = tl.load(fresh_ptr + number)
     slot = tl.load(slots_ptr + row)
     heads = tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_HALF)
@@ -211,10 +219,10 @@ def change_kernel(
         if which == 0:
             old1, old2 = _row(k_ptr, k_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
             old1, old2 = _unrotate_row(old1, old2, cos_ptr, sin_ptr, row, dims, HEAD_DIM)
-            fresh = fresh_k_ptr + number * k_stride + at
+            fresh = fresh_k_ptr + fresh_row * k_stride + at
         else:
             old1, old2 = _row(v_ptr, v_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
-            fresh = fresh_v_ptr + number * v_stride + at
+            fresh = fresh_v_ptr + fresh_row * v_stride + at
         x1 = tl.load(fresh, mask=mask, other=0.0).to(tl.float32) - old1
         x2 = tl.load(fresh + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32) - old2
         to = change_ptr + (number * 2 + which) * (NUM_KV_HEADS * HEAD_DIM) + at
@@ -224,6 +232,26 @@ def change_kernel(
         x2 = tl.where(mask, x2, 0.0)
         size += tl.sum(tl.sum(x1 * x1 + x2 * x2, 1), 0)
     tl.store(sizes_ptr + number, size)
+
+
+@triton.jit
+def common_kernel(
+    change_ptr, known_starts_ptr, out_ptr, K_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """A tile of channels of K. Grid (num_chunks, tiles of K_WIDTH): out [num_chunks, K_WIDTH] fp32, the mean change of
+    the recomputed rows of a chunk and the chunks before it."""
+    chunk = tl.program_id(0)
+    last = tl.load(known_starts_ptr + chunk + 1)
+    if tl.load(known_starts_ptr + chunk) == last:
+        return
+    channels = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    real = channels < K_WIDTH
+    total = tl.zeros([BLOCK_W], dtype=tl.float32)
+    for start in range(0, last, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        ptrs = change_ptr + rows.to(tl.int64)[:, None] * (2 * K_WIDTH) + channels[None, :]
+        total += tl.sum(tl.load(ptrs, mask=(rows < last)[:, None] & real[None, :], other=0.0), 0)
+    tl.store(out_ptr + chunk * K_WIDTH + channels, total / last, mask=real)
 
 
 @triton.jit(do_not_specialize=["longest"])

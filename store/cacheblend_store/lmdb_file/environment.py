@@ -7,6 +7,7 @@ transactions are counted, and reopening waits until none is left.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
 from cacheblend_store.lmdb_file.translation import Reopen, damaged, translated
 
+_openings = itertools.count()
 _TRIES = 64  # attempts to begin a transaction, which other processes can make fail repeatedly
 Check = Callable[[PageReader], None]
 """Raises to refuse a data.mdb. Called each time one is opened, before LMDB."""
@@ -58,7 +60,7 @@ class Environment:
         self._file = open_data(self.store)
         try:
             info = os.fstat(self._file)
-            self._inode = info.st_dev, info.st_ino
+            self._inode, self.opening = (info.st_dev, info.st_ino), next(_openings)
             self._check_newest(self._file)
             if self.is_own:
                 self._lmdb = open_lmdb(self.store)

@@ -88,6 +88,18 @@ def test_a_float8_pool(device: torch.device) -> None:
     check(question().in_float8(torch.tensor([0.02, 0.05]), torch.tensor([0.1, 0.2])), device)
 
 
+def test_a_graphs_further_rows_and_peaks_change_no_bit(device: torch.device) -> None:
+    case, found = question().to(device), []
+    for more in (0, 20):
+        q = torch.cat((case.q, torch.full((more, *case.q.shape[1:]), torch.nan, device=device)))
+        positions = torch.cat((case.meta.positions, torch.full((more,), -1, device=device)))
+        peaks = torch.zeros(KV_LEN + 3 * more, device=device)
+        attention_peaks(q, positions, case.cache, case.meta, AttentionParams(0.2), peaks)
+        found.append(peaks.cpu())
+    assert torch.equal(found[1][:KV_LEN], found[0])
+    assert not found[1][KV_LEN:].any()
+
+
 def test_several_sequences_are_refused(device: torch.device) -> None:
     case = attention_case([[3], [4]], [4, 5], head_dim=32).to(device)
     with pytest.raises(KernelError, match="2 sequences"):

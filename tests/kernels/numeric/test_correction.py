@@ -52,9 +52,10 @@ class Case:
         self.fresh = torch.randn(2, len(self.known), HEADS, head_dim, generator=random) * 3
 
     def moved(
-        self, decoder: Decoder, dtype: torch.dtype, scales: bool, correct: bool = True
+        self, decoder: Decoder, dtype: torch.dtype, scales: bool, correct: bool = True, in_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every slot of layer 1 after the correction, fp32 [num_slots, heads, head_dim], on the CPU."""
+        """K and V of every slot of layer 1 after the correction, fp32 [num_slots, heads, head_dim], on the CPU.
+        in_graph: as a CUDA graph does it, over longer tensors that were used before."""
         device = decoder.device
         pool = KVPool(decoder.own_spec, 40, 16, dtype, device)
         if scales:
@@ -77,7 +78,18 @@ class Case:
         wide[:, :, :HEADS] = self.fresh.to(device, dtype)
         with torch.inference_mode():
             correction = Regression(prompt, every, every.take(self.known.to(device)))
-            if correct:
+            if in_graph:
+                num_known, gap = len(self.known), 3
+                longer = torch.full((2, num_known + 40, *wide.shape[2:]), torch.nan, dtype=dtype, device=device)
+                longer[:, gap : gap + num_known] = wide
+                work = correction.work(torch.arange(gap, gap + num_known, device=device))
+                assert work is not None
+                twin = work.twin(longer.shape[1], 4 * self.num_tokens)
+                for tensor in twin._tensors:
+                    tensor.fill_(10**6)  # of rows that do not exist
+                work.enter(twin, rows)
+                twin.apply(layer, *longer[:, :, :HEADS], pool)
+            elif correct:
                 correction.apply(layer, *wide[:, :, :HEADS])  # rows are strided
             found = pool.read(1, torch.arange(40 * 16, device=device))
         return found[0].cpu(), found[1].cpu()
@@ -124,6 +136,13 @@ def test_stale_rows_are_moved_as_by_torch(
         others[stale] = False
         kept = others & ~torch.isin(torch.arange(len(got)), known_slots(case))
         torch.testing.assert_close(got[kept], expected[kept], rtol=0, atol=tolerance, equal_nan=True)
+
+
+def test_a_graph_moves_them_the_same_to_the_bit(roots: tuple[Path, Path], device: torch.device) -> None:
+    case, decoder = Case(32), decoder_of(roots[1], "llama-gqa", 32, device)
+    found, expected = (case.moved(decoder, torch.float32, False, in_graph=in_graph) for in_graph in (True, False))
+    stale = case.stale_slots()
+    assert all(torch.equal(a[stale], b[stale]) for a, b in zip(found, expected, strict=True))
 
 
 def known_slots(case: Case) -> torch.Tensor:
