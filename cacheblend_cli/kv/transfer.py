@@ -41,17 +41,17 @@ class CudaTransfer:
         self._opened: torch.cuda.Event | None = None
 
     def open(self, num_bytes: int) -> None:
-        """num_bytes: of a staging buffer. Transfers start after the work queued so far."""
-        self._num_bytes = num_bytes
-        self._wait_for_compute()  # the pool's blocks may still be in use
-        self._opened = self._timed(self._copy)
+        """num_bytes: of a staging buffer."""
+        self._num_bytes, self._opened = num_bytes, self._timed(self._copy)
 
     def send(self, group: int, parts: Sequence[tuple[int, Tensor]], place: Callable[[Tensor], None]) -> None:
-        """Copy parts (start, pinned memory) to a staging buffer, and then call `place` with it (uint8)."""
-        if not self._staged:  # not for a prompt that only reads ahead
+        """Copy parts (start, pinned memory) to a staging buffer, and then call `place` with it (uint8). The first
+        transfer starts after the work queued so far."""
+        if not self._staged:  # a prompt that reads ahead of its turn has none
             size = STAGES * self._num_bytes
             self._staged = list(torch.empty(size, dtype=torch.uint8, device=self._device).split(self._num_bytes))
-            self._wait_for_compute()  # so may the buffers
+            self._copy.wait_stream(self._compute)  # the pool's blocks and the buffers may still be in use
+            self._place.wait_stream(self._compute)
         staged = self._staged[group % STAGES]
         with torch.cuda.stream(self._copy):
             if group >= STAGES:
@@ -98,10 +98,6 @@ class CudaTransfer:
             event.synchronize()
         stall = sum(begin.elapsed_time(end) for begin, end in self._waits)
         return self._opened.elapsed_time(last) / 1e3, stall / 1e3
-
-    def _wait_for_compute(self) -> None:
-        self._copy.wait_stream(self._compute)
-        self._place.wait_stream(self._compute)
 
     def _timed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
