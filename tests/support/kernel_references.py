@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,22 @@ def stored_kv(
     mean = torch.randn(1, *shape[1:], device=device, generator=gen).bfloat16()
     levels = [torch.randn(2**bits, device=device, generator=gen) for bits in BITS[codec]]
     return StoredKV(*(c.to(torch.uint8) for c in codes), *scales, mean, *levels)
+
+
+def stored_chunks(
+    codec: str, lengths: Sequence[int], num_layers: int, num_kv_heads: int, head_dim: int, device: torch.device,
+    *, seed: int = 0,
+) -> list[list[StoredKV]]:  # fmt: skip
+    """Return `stored_kv` of chunks of these lengths, at each layer, with levels of the codec in common."""
+    chunks = [
+        [
+            stored_kv(codec, length, num_kv_heads, head_dim, device, seed=(seed + at) * num_layers + layer)
+            for layer in range(num_layers)
+        ]
+        for at, length in enumerate(lengths)
+    ]
+    levels = {name: getattr(chunks[0][0], name) for name in ("k_levels", "v_levels")}
+    return [[replace(stored, **levels) for stored in chunk] for chunk in chunks]
 
 
 def stored_layers(chunks: Sequence[Sequence[StoredKV]], first_head: int = 0) -> StoredLayers:

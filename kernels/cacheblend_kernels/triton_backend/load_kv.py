@@ -135,13 +135,13 @@ def _of_chunk(ptr, entry_ptr, layer, COLUMN: tl.constexpr):
     """Return the address of a chunk's tensor at a layer. ptr: the buffer; entry_ptr: the chunk's row of
     `layers_table`, in which COLUMN holds the tensor's first byte."""
     num_bytes: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    start = tl.load(entry_ptr + COLUMN) + layer * tl.load(entry_ptr + 6)
+    start = tl.multiple_of(tl.load(entry_ptr + COLUMN) + layer * tl.load(entry_ptr + 6), 64)
     return ptr + tl.multiple_of(start // num_bytes, 16)
 
 
 @triton.jit(
     do_not_specialize=["first_slot", "layer_slots", "first_head"],
-    do_not_specialize_on_alignment=["slots_ptr", "row_chunks_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "row_chunks_ptr", "places_ptr"],
 )
 def load_kv_kernel(
     k_ptr,
@@ -152,7 +152,7 @@ def load_kv_kernel(
     k_levels_ptr,
     v_levels_ptr,
     row_chunks_ptr,
-    table_ptr,
+    places_ptr,
     slots_ptr,
     cos_ptr,
     sin_ptr,
@@ -177,7 +177,7 @@ def load_kv_kernel(
 ):
     """BLOCK_HEADS heads of one row at one layer. Grid (num_rows, parts, num_layers).
 
-    With table_ptr (`layers_table`) all stored tensors lie in one buffer, whose address all their pointers hold;
+    With places_ptr (`layers_table`) all stored tensors lie in one buffer, whose address all their pointers hold;
     row_chunks_ptr has each row's chunk. Without it the pointers are those of one chunk at one layer. The pools of the
     layers lie layer_slots slots apart, their scales a multiple of four heads. slots_ptr None: the slots are first_slot,
     first_slot + 1, ... Other pointers are None if the format of the stored values or of the pool does not need them.
@@ -203,8 +203,8 @@ def load_kv_kernel(
         v_factor = 1.0 / tl.load(pool_v_scale_ptr + pool_heads, mask=own, other=1.0)[:, None]
 
     stored_row = row
-    if table_ptr is not None:
-        entry_ptr = table_ptr + tl.load(row_chunks_ptr + row) * 7
+    if places_ptr is not None:
+        entry_ptr = places_ptr + tl.load(row_chunks_ptr + row) * 7
         stored_row = row - tl.load(entry_ptr)
         k_ptr = _of_chunk(k_ptr, entry_ptr, layer, 1)
         v_ptr = _of_chunk(v_ptr, entry_ptr, layer, 2)

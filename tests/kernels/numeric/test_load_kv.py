@@ -10,7 +10,7 @@ from cacheblend_kernels import KernelBackend, KernelError, LayerCache, Slots, St
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.load_kv import load_kv
 from cases import TOLERANCE, held, moved, rope_tables
-from kernel_references import CODECS, decoded, rope_reference, stored_kv, stored_layers
+from kernel_references import CODECS, decoded, rope_reference, stored_chunks, stored_kv, stored_layers
 
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
@@ -108,12 +108,7 @@ def test_load_layers(
     each chunk and layer."""
     torch.manual_seed(0)
     of_heads = slice(first_head, first_head + heads)
-    given = [
-        [stored_kv(codec, n, heads + 2, dim, CPU, seed=10 * chunk + layer) for layer in range(LAYERS)]
-        for chunk, n in enumerate(LENGTHS)
-    ]
-    levels = {name: getattr(given[0][0], name) for name in ("k_levels", "v_levels")}
-    given = [[replace(layer, **levels) for layer in chunk] for chunk in given]
+    given = stored_chunks(codec, LENGTHS, LAYERS, heads + 2, dim, CPU)
     num_rows = sum(LENGTHS)
     cos, sin = rope_tables(num_rows, dim)
     slots = torch.arange(13, 13 + num_rows) if run else torch.randperm(48)[:num_rows]
@@ -142,8 +137,8 @@ def test_load_layers(
 
 
 def test_refusals_of_layers(device: torch.device) -> None:
-    given = [[stored_kv("int7", n, 2, 32, device) for _ in range(LAYERS)] for n in (2, 3)]
-    staged, slots = stored_layers(given), moved(Slots(torch.arange(5), *rope_tables(5, 32)), device)
+    staged = stored_layers(stored_chunks("int7", (2, 3), LAYERS, 2, 32, device))
+    slots = moved(Slots(torch.arange(5), *rope_tables(5, 32)), device)
     caches, backend = layer_caches(LAYERS, 2, 32, torch.float32, device), TritonBackend(device)
     first, second = staged.chunks
     other = replace(second, tensors={n: t for n, t in second.tensors.items() if n != "k_mean"})
