@@ -408,7 +408,13 @@ def _correction() -> Iterator[KernelVariant]:
                     out,
                     4,
                 ),
-                ("inverse", correction.inverse_kernel, {"BLOCK_M": correction.INVERSE_BLOCK}, out, 8),
+                (
+                    "inverse",
+                    correction.inverse_kernel,
+                    {"BLOCK_M": block, "BLOCK_P": correction.PIVOT_ROWS, "COPIES": correction.PIVOT_WARPS},
+                    out,
+                    correction.PIVOT_WARPS,
+                ),
                 (
                     "weights",
                     correction.weights_kernel,
