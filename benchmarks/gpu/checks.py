@@ -16,7 +16,7 @@ import torch
 from cacheblend_kernels import AttentionParams, KernelBackend, LayerCache, Slots, select_backend
 from gpu.context import Cases, Context, Rows
 from gpu.inputs import AttentionInputs, attention_inputs, rope_tables, scattered_positions
-from kernel_references import decoded, poisoned_outputs, rope_reference, stored_kv
+from kernel_references import decoded, poisoned_outputs, rope_reference, stored_chunks, stored_layers
 from torch import Tensor
 from torch.nn import functional
 
@@ -230,17 +230,22 @@ class Checks:
         return torch.cat([out.flatten(1), *_held(cache, slots)], 1), torch.cat(want, 1)
 
     def load(self, dim: int, codec: str, run: bool, float8: bool) -> Pair:
-        """Run load_kv; return the slots' contents and their reference. run: slots are adjacent, and no slot mapping is
-        read."""
-        num_chunks, device = 1 if codec in ("bf16", "fp16") else 3, self.device
-        stored = stored_kv(codec, NUM_ROWS, 4, dim, device, num_chunks=num_chunks)
-        tables, cache = rope_tables(NUM_ROWS, dim, device), self.pools(dim, float8)
+        """Load three chunks at two layers; return the slots' contents and their reference. run: slots are adjacent, and
+        no slot mapping is read."""
+        device, lengths = self.device, (40, NUM_ROWS - 41, 1)
+        chunks = stored_chunks(codec, lengths, 2, 4, dim, device)
+        tables, one = rope_tables(NUM_ROWS, dim, device), self.pools(dim, float8)
+        parts = [torch.stack([part, part]) for part in vars(one).values() if part is not None]
+        caches = [LayerCache(*(part[layer] for part in parts)) for layer in range(2)]
         slots = torch.arange(7, 7 + NUM_ROWS, device=device) if run else torch.randperm(128, device=device)[:NUM_ROWS]
         where = Slots(torch.full_like(slots, -1), *tables, 7) if run else Slots(slots, *tables)
-        self.backend.load_kv(stored, cache, where)
-        k, v = decoded(stored, dim)
-        want = _clamped(rope_reference(k, *tables), v, cache)
-        return torch.cat(_held(cache, slots), 1), torch.cat(want, 1)
+        self.backend.load_layers(stored_layers(chunks), caches, where)
+        found, wanted = list[Tensor](), list[Tensor]()
+        for layer, cache in enumerate(caches):
+            k, v = (torch.cat(part) for part in zip(*(decoded(chunk[layer], dim) for chunk in chunks), strict=True))
+            found += _held(cache, slots)
+            wanted += _clamped(rope_reference(k, *tables), v, cache)
+        return torch.cat(found, 1), torch.cat(wanted, 1)
 
     def pools(self, dim: int, float8: bool) -> LayerCache:
         """Return a pool of 128 slots with 4 heads, filled with NaN."""

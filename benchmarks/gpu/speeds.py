@@ -17,7 +17,7 @@ from cacheblend_kernels import AttentionParams, KernelBackend, LayerCache, Slots
 from gpu.context import Cases, Context, Rows
 from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
 from gpu.timing import Call, median_seconds, num_input_sets
-from kernel_references import stored_kv
+from kernel_references import stored_chunks, stored_layers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -137,20 +137,30 @@ def _decode_call(backend: KernelBackend, one: AttentionInputs, shape: Shape) -> 
 
 
 def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
-    (shape, num_rows), backend = (TINY, 64) if tiny else (LLAMA_8B, 4096), select_backend("auto", device)
-    per_row = 4 * shape.num_kv_heads * shape.head_dim + 8 * shape.head_dim  # pool written, tables read
-    size = (num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
+    """Eight chunks at several layers in one launch, as a prompt's stored KV is loaded."""
+    (shape, num_rows, num_layers), backend = (
+        (TINY, 64, 2) if tiny else (LLAMA_8B, 4096, 4),
+        select_backend("auto", device),
+    )
+    per_row = num_layers * 4 * shape.num_kv_heads * shape.head_dim + 8 * shape.head_dim  # pools written, tables read
+    size = (num_layers, num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
     slots = Slots(torch.arange(num_rows, device=device), *rope_tables(num_rows, shape.head_dim, device), 0)
     for codec in ("int7", "bf16", "fp8", "int4"):
         calls, read = list[Call](), 0
         for seed in range(num_input_sets(num_rows * per_row, device)):
-            cache = LayerCache(*torch.empty(2, *size, device=device, dtype=torch.bfloat16))
-            stored = stored_kv(
-                codec, num_rows, *shape.heads[1:], device, seed=seed, num_chunks=1 if codec == "bf16" else 8
-            )
-            read = sum(t.numel() * t.element_size() for t in vars(stored).values() if isinstance(t, Tensor))
-            calls.append(partial(backend.load_kv, stored, cache, slots))
-        yield Work("load_kv", f"{codec}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows + read)
+            k, v = torch.empty(2, *size, device=device, dtype=torch.bfloat16)
+            caches = [LayerCache(*parts) for parts in zip(k, v, strict=True)]
+            chunks = stored_chunks(codec, [num_rows // 8] * 8, num_layers, *shape.heads[1:], device, seed=8 * seed)
+            stored = stored_layers(chunks)
+            read = stored.data.numel()
+            calls.append(partial(backend.load_layers, stored, caches, slots))
+        yield Work(
+            "load_kv",
+            f"{codec}, {num_rows} rows, {num_layers} layers",
+            calls,
+            "copy",
+            num_bytes=per_row * num_rows + read,
+        )
 
 
 FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [_prefill_attention, _decode_attention, _load_kv]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from cacheblend_kernels import LayerCache
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
@@ -44,16 +45,7 @@ class KVPool(BlockSpace):
         dtype = dtype if scales is None else torch.float8_e4m3fn
         self.block_size, self.device = block_size, device
         self._is_latent = any(len(shape) > 2 for shape in spec.kv_shapes)
-        k, v = (
-            [
-                torch.empty(num_blocks, block_size, heads, dims[which], dtype=dtype, device=device)
-                for heads, *dims in spec.kv_shapes
-            ]
-            for which in (0, -1)
-        )
-        none = (None,) * spec.num_kv_layers
-        of_scales = (none, none) if scales is None else (scales.k, scales.v)
-        self._own = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
+        self._own = _layer_caches(spec.kv_shapes, (num_blocks, block_size), dtype, device, scales)
         self.layers = [self._own[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
         self.allocator = BlockAllocator(num_blocks)
         self.states: BlockStates | None = None  # of a hybrid's recurrent layers
@@ -131,6 +123,32 @@ class KVPool(BlockSpace):
                 f"hold {self.allocator.num_free * self.block_size}",
                 "ask with fewer chunks or a smaller --max-tokens, or raise --gpu-memory-utilization",
             )
+
+
+def _layer_caches(
+    shapes: Sequence[tuple[int, ...]],
+    blocks: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: KVScales | None,
+) -> list[LayerCache]:
+    """Allocate the pool of each layer. On a GPU, layers of one shape are evenly spaced in one allocation, so that one
+    launch loads several. On a CPU each layer has its own: malloc gives large ones back, and a prompt's pool would cost
+    page faults."""
+    if device.type == "cpu":
+        of_scales = ((None,) * len(shapes),) * 2 if scales is None else (scales.k, scales.v)
+        pools = ([torch.empty(*blocks, heads, dims[at], dtype=dtype) for heads, *dims in shapes] for at in (0, -1))
+        return [LayerCache(*parts) for parts in zip(*pools, *of_scales, strict=True)]
+    caches = dict[int, LayerCache]()
+    for shape in set(shapes):
+        heads, *dims = shape
+        layers = [layer for layer, other in enumerate(shapes) if other == shape]
+        parts = [torch.empty(len(layers), *blocks, heads, dims[at], dtype=dtype, device=device) for at in (0, -1)]
+        if scales is not None:  # rows of 16 bytes
+            own = (torch.stack([of[layer] for layer in layers]) for of in (scales.k, scales.v))
+            parts += [pad(stacked, (0, -heads % 4))[:, :heads] for stacked in own]
+        caches |= {layer: LayerCache(*(part[at] for part in parts)) for at, layer in enumerate(layers)}
+    return [caches[layer] for layer in range(len(shapes))]
 
 
 def _values(held: Tensor, scale: Tensor | None, slots: slice | Tensor) -> Tensor:

@@ -48,12 +48,12 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StoredKV:
-    """Unrotated K and V of rows in one of the stored formats. The rows may belong to several chunks of one format.
+    """Unrotated K and V of a chunk's rows in one of the stored formats.
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
-    - float8_e4m3fn: the same shape, multiplied by k_scale, v_scale [num_chunks, num_kv_heads] fp32;
+    - float8_e4m3fn: the same shape, multiplied by k_scale, v_scale [1, num_kv_heads] fp32;
     - uint8: K = mixed(k_levels[codes] * k_scale) + k_mean, V = mixed(v_levels[codes] * v_scale), with k_scale, v_scale
-      [num_rows, num_kv_heads] and k_mean [num_chunks, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits]
+      [num_rows, num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits]
       fp32. The codes of a head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane
       has the codes of channels j, j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
     """
@@ -65,13 +65,11 @@ class StoredKV:
     k_mean: Tensor | None = None
     k_levels: Tensor | None = None
     v_levels: Tensor | None = None
-    row_chunks: Tensor | None = None  # [num_rows] int32, index of each row's chunk; None if there is one chunk
 
     @property
     def bits(self) -> tuple[int, int]:
         """Bits per code of K and of V; 0 for values that are not codes."""
-        k, v = (0 if x is None else x.shape[0].bit_length() - 1 for x in (self.k_levels, self.v_levels))
-        return k, v
+        return bits_of((self.k_levels, self.v_levels))
 
 
 class StagedTensor(NamedTuple):
@@ -115,16 +113,24 @@ class StoredLayers:
 def layers_table(chunks: Sequence[StagedChunk]) -> list[list[int]]:
     """Return, for each chunk, its first row, the first bytes of k, v, k_scale, v_scale and k_mean (0: not stored), and
     the bytes of a layer."""
-    names, rows, first = ("k", "v", "k_scale", "v_scale", "k_mean"), [], 0
+    rows, first = [], 0
     for chunk in chunks:
-        starts = [chunk.tensors[name].start if name in chunk.tensors else 0 for name in names]
+        starts = [chunk.tensors[name].start if name in chunk.tensors else 0 for name in STORED]
         rows.append([first, *starts, chunk.layer_bytes])
         first += chunk.num_rows
     return rows
 
 
+STORED = ("k", "v", "k_scale", "v_scale", "k_mean")
+"""Names of a chunk's tensors, see `StoredKV`."""
 PLANES = {7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
 """Bits of a code in `StoredKV` -> bits of its planes."""
+
+
+def bits_of(levels: tuple[Tensor | None, Tensor | None]) -> tuple[int, int]:
+    """Return the bits per code of K and of V with these levels; 0 without levels."""
+    k, v = (0 if x is None else x.shape[0].bit_length() - 1 for x in levels)
+    return k, v
 
 
 def packed_bytes(dim: int, bits: int) -> int:

@@ -136,7 +136,6 @@ def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tenso
     if k_scale is None or v_scale is None:
         return k, v
     if k.dtype == torch.float8_e4m3fn:
-        k_scale, v_scale = _of_rows(k_scale, stored.row_chunks), _of_rows(v_scale, stored.row_chunks)
         return k.float() * k_scale[..., None], v.float() * v_scale[..., None]
     k_mean, k_levels, v_levels = stored.k_mean, stored.k_levels, stored.v_levels
     if k.dtype != torch.uint8 or k_mean is None or k_levels is None or v_levels is None:
@@ -150,12 +149,7 @@ def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tenso
             (v, v_scale, v_levels, stored.bits[1], v_head_dim),
         )
     )
-    return k + _of_rows(k_mean.float(), stored.row_chunks), v
-
-
-def _of_rows(x: Tensor, row_chunks: Tensor | None) -> Tensor:
-    """Return the values of each row's chunk. x: [num_chunks, ...]; row_chunks: see `StoredKV`."""
-    return x if row_chunks is None else x.index_select(0, row_chunks)
+    return k + k_mean.float(), v
 
 
 def _codes(packed: Tensor, bits: int, dim: int) -> Tensor:

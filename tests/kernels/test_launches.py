@@ -20,7 +20,7 @@ import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
-from kernel_references import BITS
+from kernel_references import CODECS, stored_kv, stored_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.blend.corrections import Regression
@@ -46,10 +46,8 @@ from cacheblend_kernels import (
     Regressed,
     RegressionPrior,
     Slots,
-    StoredKV,
     compiled,
 )
-from cacheblend_kernels.interface import packed_bytes
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.norms import ACTIVATIONS
 from kernel_variants import all_variants
@@ -87,23 +85,6 @@ class Inputs:
             contiguous_slots=(0 if contiguous else -1,),
             max_kv_len=LENGTH,
         )
-
-    def stored(self, codec: str) -> StoredKV:
-        """NUM_ROWS rows of K and V in a form that `load_kv` takes."""
-        num_kv_heads, dim = self.heads[1], self.head_dim
-        chunks = torch.zeros(NUM_ROWS, dtype=torch.int32)
-        if codec.startswith("int"):
-            codes = [
-                torch.zeros(NUM_ROWS, num_kv_heads, packed_bytes(dim, bits), dtype=torch.uint8) for bits in BITS[codec]
-            ]
-            scale = torch.zeros(NUM_ROWS, num_kv_heads, dtype=torch.bfloat16)
-            mean = torch.zeros(2, num_kv_heads, dim, dtype=torch.bfloat16)
-            levels = [torch.zeros(2**bits) for bits in BITS[codec]]
-            return StoredKV(*codes, scale, scale, mean, *levels, row_chunks=chunks)
-        values = torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec))
-        if "float8" in codec:
-            return StoredKV(values, values, *[torch.ones(2, num_kv_heads)] * 2, row_chunks=chunks)
-        return StoredKV(values, values)
 
     def calls(self) -> Iterator[Call]:
         """Every method, with and without whatever it may be given or not."""
@@ -151,10 +132,12 @@ class Inputs:
             yield lambda b, q=q: b.rope_and_cache(q, *few[1:3], self.cache, Slots(slots, *tables))
         for x in few[:2]:
             yield lambda b, x=x: b.rope(x, *tables)
-        codecs = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int7", "int4")
-        for codec, first in product(codecs, (-1, 0)) if self.pairs else zip(codecs, (-1, 0) * 3, strict=False):
-            stored, where = self.stored(codec), Slots(slots, *tables, first)
+        caches = _spaced(self.cache, 2)
+        for codec, first in product(CODECS, (-1, 0)) if self.pairs else zip(CODECS, (-1, 0) * 3, strict=True):
+            stored = stored_kv(codec, NUM_ROWS, self.heads[1], self.head_dim, CPU)
+            where, layers = Slots(slots, *tables, first), stored_layers([[stored, stored]])
             yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
+            yield lambda b, layers=layers, where=where: b.load_layers(layers, caches, where)
         for kind in ("k", "v", "kv"):
             yield lambda b, kind=kind: b.kv_deviation(*few[1:3], self.cache, slots, kind)
 
@@ -167,6 +150,14 @@ class Inputs:
         yield lambda b: b.add_rms_norm(hidden, hidden.clone(), hidden[0], 1e-5)
         for activation in ACTIVATIONS:
             yield lambda b, activation=activation: b.act_and_mul(hidden, activation)
+
+
+def _spaced(cache: LayerCache, num_layers: int) -> list[LayerCache]:
+    """Pools of several layers in one allocation, as `KVPool` has them on a GPU."""
+    parts = [torch.stack([cache.k] * num_layers), torch.stack([cache.v] * num_layers)]
+    if cache.k_scale is not None:
+        parts += [torch.ones(num_layers, -(-len(cache.k_scale) // 4) * 4)[:, : len(cache.k_scale)]] * 2
+    return [LayerCache(*(part[layer] for part in parts)) for layer in range(num_layers)]
 
 
 def launches_of(inputs: Inputs, arch: int) -> list[Launch]:
@@ -277,6 +268,7 @@ def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", patched(torch.empty_like, torch.zeros_like))
 
 
+@pytest.mark.default_codec
 @pytest.mark.parametrize(
     ("family", "float8", "selector"),
     [
@@ -312,9 +304,10 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
             )
     assert len(answer.generated_ids) == 3
     assert answer.recomputed_tokens > 0
-    asked = {launch.key: str(launch) for launch in launches[before:]}
-    unexpected = [told for key, told in asked.items() if key not in {launch.key for launch in warmed}]
-    assert not unexpected, "\n".join(unexpected)
+    asked = {(launch.key, launch.aligned): str(launch) for launch in launches[before:]}
+    assert any(text.startswith("load_kv_kernel") and "'CODEC': 'plain'" in text for text in asked.values())
+    unexpected = asked.keys() - {(launch.key, launch.aligned) for launch in warmed}
+    assert not unexpected, "\n".join(asked[kind] for kind in unexpected)
     expected = {"load_kv_kernel", "prefill_attention_kernel", "decode_attention_kernel", "rope_and_cache_kernel"}
     assert {launch.kernel.__name__ for launch in launches} >= expected
     lower(launches)

@@ -25,7 +25,18 @@ from kernel_references import BITS
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 NUM_KV_HEADS, GROUP, BLOCK_SIZE = 8, 4, 64
-_INTS = ("num_seqs", "kv_len", "first_slot", "table_stride", "window", "words", "num_rows", "width")
+_INTS = (
+    "num_seqs",
+    "kv_len",
+    "first_slot",
+    "layer_slots",
+    "first_head",
+    "table_stride",
+    "window",
+    "words",
+    "num_rows",
+    "width",
+)
 _FLOATS = ("scale", "soft_cap", "eps", "factor")
 # What a launch does not use it passes as some tensor at hand: the type is that tensor's (`KernelVariant.types`).
 _POINTERS = {
@@ -37,6 +48,7 @@ _POINTERS = {
     "table_ptr": "*i32",
     "slots_ptr": "*i64",
     "row_chunks_ptr": "*i32",
+    "places_ptr": "*i64",
     "addresses_ptr": "*i64",
     "src_ptr": "*i64",
     "dst_ptr": "*i64",
@@ -88,12 +100,14 @@ class KernelVariant:
         return signature
 
     def aligned(self) -> list[int]:
-        """Indexes of the arguments known to be multiples of 16: pointers, and strides of whole rows."""
+        """Indexes of the arguments known to be multiples of 16: pointers, and strides of whole rows; without those that
+        a kernel takes at any address."""
         signature = self.signature()
         return [
             i
-            for i, arg in enumerate(self.kernel.arg_names)
-            if signature[arg].startswith("*") or (arg.endswith("_stride") and arg != "table_stride")
+            for i, (arg, parameter) in enumerate(zip(self.kernel.arg_names, self.kernel.params, strict=True))
+            if not parameter.do_not_specialize_on_alignment
+            and (signature[arg].startswith("*") or (arg.endswith("_stride") and arg != "table_stride"))
         ]
 
 
@@ -277,11 +291,14 @@ def _cache_writes() -> Iterator[KernelVariant]:
     }
     for source, codec in sources.items():
         for head_dim in HEAD_DIMS:
-            for run, fp8 in product((True, False), (False, True)):
+            for of_layers, run, fp8 in product((True, False), (True, False), (False, True)):
+                if not of_layers and head_dim != 128:
+                    continue
                 stored = f"*{source}" if codec == "plain" else "*u8"
                 types = {"k_ptr": stored, "v_ptr": stored}
                 absent = ["slots_ptr"] * run + ["pool_k_scale_ptr", "pool_v_scale_ptr"] * (not fp8)
-                absent += ["k_scale_ptr", "v_scale_ptr", "row_chunks_ptr"] * (codec == "plain")
+                absent += ["k_scale_ptr", "v_scale_ptr"] * (codec == "plain")
+                absent += ["row_chunks_ptr", "places_ptr"] * (not of_layers)
                 absent += ["k_mean_ptr", "k_levels_ptr", "v_levels_ptr"] * (codec != "codes")
                 if fp8:
                     types |= {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
@@ -290,11 +307,12 @@ def _cache_writes() -> Iterator[KernelVariant]:
                 block = load_kv.mixed_block(head_dim) if codec == "codes" else 1
                 yield KernelVariant(
                     "load_kv",
-                    f"{source} d{head_dim} {'run' if run else 'slots'}{' fp8 pool' if fp8 else ''}",
+                    f"{source} d{head_dim} {'layers' if of_layers else 'chunk'} {'run' if run else 'slots'}{' fp8 pool' * fp8}",
                     load_kv.load_kv_kernel,
                     "bf16",
                     {
                         "NUM_KV_HEADS": NUM_KV_HEADS,
+                        "STORED_HEADS": NUM_KV_HEADS,
                         "HEAD_DIM": head_dim,
                         "BLOCK_HALF": padded(head_dim // 2),
                         "BLOCK_HEADS": load_kv.BLOCK_HEADS,
@@ -306,7 +324,11 @@ def _cache_writes() -> Iterator[KernelVariant]:
                         **dict.fromkeys(absent),
                     },
                     4,
-                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int7", "int4"),
+                    core=of_layers
+                    and head_dim == 128
+                    and run
+                    and not fp8
+                    and source in ("bf16", "fp8", "int7", "int4"),
                     types=types,
                 )
 
@@ -393,7 +415,13 @@ def _correction() -> Iterator[KernelVariant]:
                     out,
                     4,
                 ),
-                ("inverse", correction.inverse_kernel, {"BLOCK_M": correction.INVERSE_BLOCK}, out, 8),
+                (
+                    "inverse",
+                    correction.inverse_kernel,
+                    {"BLOCK_M": block, "BLOCK_P": correction.PIVOT_ROWS, "COPIES": correction.PIVOT_WARPS},
+                    out,
+                    correction.PIVOT_WARPS,
+                ),
                 (
                     "weights",
                     correction.weights_kernel,

@@ -24,7 +24,7 @@ from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import gib
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
-from cacheblend_cli.prompt.collection import codec_of
+from cacheblend_cli.prompt.collection import EXACT, codec_of
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
 
@@ -122,18 +122,19 @@ def reserve(
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     """Launch every kernel that a question may launch, so that the first question compiles nothing: attention of all
-    sizes, and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
+    sizes, and small blends, with and without a check layer. codec: of the chunks' KV, auto for the default; the prefix
+    is stored exactly."""
     from cacheblend_cli.kv.staging import ZeroLoader
 
     *chunks, suffix = WARM_UP
-    codec = codec_of(codec, decoder.dtype, decoder.spec)
+    codec, exact = (codec_of(name, decoder.dtype, decoder.spec) for name in (codec, EXACT))
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None, reuse=decoder.state_layout is None)
     sequence = pool.new_sequence(plan.num_tokens)
     try:
         checked = BlendParams(ratio=0.5, selector="hkvd" if decoder.spec.num_kv_layers > 1 else "none")
-        for blend in (BlendParams(), checked):
-            prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, codec))
+        for blend, stored in ((BlendParams(), codec), (checked, exact)):
+            prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, stored))
             blended_prefill(prompt, policy_of(blend, decoder.spec.num_kv_layers, layer0_exact=True))
     finally:
         sequence.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,8 @@ from cacheblend_kernels.interface import (
     KernelBackend,
     KernelError,
     LayerCache,
+    Slots,
+    StoredLayers,
 )
 from cacheblend_kernels.triton_backend import cache_ops, norms
 from cacheblend_kernels.triton_backend.attention_peaks import attention_peaks
@@ -24,7 +26,7 @@ from cacheblend_kernels.triton_backend.checks import interpreted, is_float8
 from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of, prefill_configs, split_counts
 from cacheblend_kernels.triton_backend.correction import correct_stale
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
-from cacheblend_kernels.triton_backend.load_kv import load_kv
+from cacheblend_kernels.triton_backend.load_kv import load_kv, load_layers
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
 
 MINIMUM_CAPABILITY = (8, 0)
@@ -78,6 +80,10 @@ class TritonBackend(KernelBackend):
     rms_norm = staticmethod(norms.rms_norm)
     add_rms_norm = staticmethod(norms.add_rms_norm)
     act_and_mul = staticmethod(norms.act_and_mul)
+
+    def load_layers(self, stored: StoredLayers, caches: Sequence[LayerCache], slots: Slots) -> None:
+        if not load_layers(stored, caches, slots):
+            super().load_layers(stored, caches, slots)
 
     def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:
         """Compile in several threads: the compiler releases the GIL most of the time."""

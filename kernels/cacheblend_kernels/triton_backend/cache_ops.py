@@ -59,7 +59,7 @@ def _rotate_heads(x_ptr, out_ptr, heads, halves, cos, sin, factor, NUM_HEADS: tl
     tl.store(out_ptr + at + HEAD_DIM // 2, to_pool(y2 * factor, out_ptr), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def rope_and_cache_kernel(
     q_ptr,
     k_ptr,
@@ -200,7 +200,7 @@ def _change(x_ptr, pool_ptr, scale_ptr, at, mask, HEAD_DIM: tl.constexpr):
     return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - old.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def kv_deviation_kernel(
     k_ptr,
     v_ptr,

@@ -129,7 +129,7 @@ def is_float8(cache: LayerCache) -> bool:
     return cache.k.dtype == torch.float8_e4m3fn
 
 
-def check_scales(what: str, given: LayerCache | StoredKV, shape: tuple[int, ...]) -> None:
+def check_scales(what: str, given: LayerCache, shape: tuple[int, ...]) -> None:
     """Check for fp32 scales of float8 K and V."""
     for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
         check_tensor(f"{name} of {what}", scale, shape, torch.float32)

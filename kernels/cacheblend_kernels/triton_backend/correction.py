@@ -44,22 +44,31 @@ from cacheblend_kernels.triton_backend.covariance import (
 
 BLOCK = 64  # rows of a tile
 COMMON_ROWS, COMMON_CHANNELS = 128, 32  # of a tile of `common_kernel`
-INVERSE_BLOCK = 32  # recomputed rows of a block of the inverse: with 64 it would spill registers
+PIVOT_ROWS, PIVOT_WARPS = 32, 8  # of `inverse_kernel`: rows that each warp sweeps in its registers, and warps
 
 
 @triton.jit
-def _inverse(a, BLOCK_M: tl.constexpr):
-    """Invert a positive definite tile [BLOCK_M, BLOCK_M] fp32 by Gauss-Jordan elimination, which needs no pivots
-    there."""
-    index = tl.arange(0, BLOCK_M)
-    for step in range(BLOCK_M):
-        here = index == step
-        row = tl.sum(tl.where(here[:, None], a, 0.0), 0)
-        column = tl.sum(tl.where(here[None, :], a, 0.0), 1)
-        pivot = 1.0 / tl.sum(tl.where(here, row, 0.0), 0)
-        row = tl.where(here, pivot, row * pivot)
-        rest = tl.where(here[:, None] | here[None, :], 0.0, a)
-        a = rest - tl.where(here, 0.0, column)[:, None] * row[None, :] + tl.where(here[:, None], row[None, :], 0.0)
+def _swept(a, GROUPS: tl.constexpr, COPIES: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return minus the inverse of a symmetric definite tile by sweeping every row (Beaton 1964), which needs no pivots
+    there.
+
+    a: [GROUPS, 8, COPIES, BLOCK_P] fp32, rows in the first two dimensions, the same tile COPIES times, once per warp.
+    Rows then lie in registers, columns in lanes, and a step has no reduction: the pivot's column is its row.
+    """
+    group = tl.arange(0, GROUPS)
+    in_group = tl.arange(0, 8)
+    columns = tl.arange(0, BLOCK_P)
+    for first in range(GROUPS):
+        for second in tl.static_range(8):
+            here = (group == first)[:, None] & (in_group == second)[None, :]
+            column_here = (columns == first * 8 + second)[None, :]
+            row = tl.sum(tl.sum(tl.where(here[:, :, None, None], a, 0.0), 0), 0)
+            side = tl.reshape(tl.trans(row), [GROUPS, 8, COPIES])
+            pivot = tl.gather(row, tl.zeros([COPIES, BLOCK_P], dtype=tl.int32) + (first * 8 + second), 1)
+            side = tl.where(here[:, :, None], -1.0, side)
+            row = tl.where(column_here, -1.0, row) / pivot
+            rest = tl.where(here[:, :, None, None] | column_here[None, None, :, :], 0.0, a)
+            a = rest - side[:, :, :, None] * row[None, None, :, :]
     return a
 
 
@@ -78,6 +87,80 @@ def _matrix_product(a, b, acc):
     return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
+@triton.jit
+def _beside(rows, start, count, BLOCK_P: tl.constexpr):
+    """Return which rows exist and are not among the BLOCK_P from start."""
+    return (rows < count) & ((rows < start) | (rows >= start + BLOCK_P))
+
+
+@triton.jit
+def _sweep_pivots(inverse_ptr, stride, start, count, BLOCK_P: tl.constexpr, COPIES: tl.constexpr):
+    """Sweep the diagonal tile of the BLOCK_P rows from start. It is symmetric: stored transposed, its addresses take
+    fewer registers."""
+    GROUPS: tl.constexpr = BLOCK_P // 8
+    copies = tl.arange(0, COPIES)[:, None]
+    rows = start + (tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :])[:, :, None, None]
+    columns = (start + tl.arange(0, BLOCK_P)[None, :] + 0 * copies)[None, None, :, :]
+    mask = (rows < count) & (columns < count)
+    a = tl.load(inverse_ptr + (rows * stride + columns), mask=mask, other=0.0)
+    a = tl.where((rows == columns) & (rows >= count), -1.0, a)  # rows of no token
+    a = _swept(a, GROUPS, COPIES, BLOCK_P)
+    tl.debug_barrier()
+    tl.store(inverse_ptr + (columns * stride + rows), a, mask=mask & (copies == 0)[None, None, :, :])
+
+
+@triton.jit
+def _change_pivots(inverse_ptr, stride, start, count, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Multiply the other columns of the BLOCK_P rows from start by the inverse of their diagonal tile."""
+    pivots = start + tl.arange(0, BLOCK_P)
+    own = pivots < count
+    swept_ptrs = inverse_ptr + (pivots[:, None] * stride + pivots[None, :])
+    inverse = -tl.load(swept_ptrs, mask=own[:, None] & own[None, :], other=0.0)
+    for at in range(0, count, BLOCK_M):
+        columns = at + tl.arange(0, BLOCK_M)
+        mask = own[:, None] & _beside(columns, start, count, BLOCK_P)[None, :]
+        ptrs = inverse_ptr + (pivots[:, None] * stride + columns[None, :])
+        a = tl.load(ptrs, mask=mask, other=0.0)
+        a = _matrix_product(inverse, a, tl.zeros([BLOCK_P, BLOCK_M], dtype=tl.float32))
+        tl.debug_barrier()
+        tl.store(ptrs, a, mask=mask)
+
+
+@triton.jit
+def _change_others(inverse_ptr, stride, start, count, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Subtract from the other rows their columns of the BLOCK_P pivots times the pivots' changed rows."""
+    index = tl.arange(0, BLOCK_P)
+    pivots = start + index
+    own = pivots < count
+    for above in range(0, count, BLOCK_P):
+        if above != start:
+            rows = above + index
+            real = (rows < count)[:, None]
+            side = -tl.load(
+                inverse_ptr + (rows[:, None] * stride + pivots[None, :]), mask=real & own[None, :], other=0.0
+            )
+            for left in range(0, count, BLOCK_M):
+                columns = left + tl.arange(0, BLOCK_M)
+                beside = _beside(columns, start, count, BLOCK_P)[None, :]
+                top_ptrs = inverse_ptr + (pivots[:, None] * stride + columns[None, :])
+                top = tl.load(top_ptrs, mask=own[:, None] & beside, other=0.0)
+                ptrs = inverse_ptr + (rows[:, None] * stride + columns[None, :])
+                a = _matrix_product(side, top, tl.load(ptrs, mask=real & beside, other=0.0))
+                tl.debug_barrier()
+                tl.store(ptrs, a, mask=real & beside)
+
+
+@triton.jit
+def _mirror_pivots(inverse_ptr, stride, start, count, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Copy the BLOCK_P rows from start to their columns."""
+    pivots = start + tl.arange(0, BLOCK_P)
+    for at in range(0, count, BLOCK_M):
+        columns = at + tl.arange(0, BLOCK_M)
+        mask = (pivots < count)[:, None] & _beside(columns, start, count, BLOCK_P)[None, :]
+        a = tl.load(inverse_ptr + (pivots[:, None] * stride + columns[None, :]), mask=mask, other=0.0)
+        tl.store(inverse_ptr + (columns[None, :] * stride + pivots[:, None]), a, mask=mask)
+
+
 @triton.jit(do_not_specialize=["longest", "stride"])
 def inverse_kernel(
     covariance_ptr,
@@ -91,9 +174,14 @@ def inverse_kernel(
     noise,
     least_noise,
     BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """One chunk. Grid (num_chunks,): out [num_known, stride] fp32, the inverse of the covariance of its recomputed rows
-    plus their noise, by blocks of BLOCK_M, in place."""
+    plus their noise, in place.
+
+    Sweeps minus the matrix, BLOCK_P rows at a time, which leaves its inverse. COPIES: the number of warps.
+    """
     chunk = tl.program_id(0)
     begin = tl.load(starts_ptr + chunk)
     first = tl.load(known_starts_ptr + chunk)
@@ -101,57 +189,32 @@ def inverse_kernel(
     if count == 0:
         return
     index = tl.arange(0, BLOCK_M)
-    blocks = (count + BLOCK_M - 1) // BLOCK_M
     mean = 0.0
     for start in range(0, count, BLOCK_M):
         mean += tl.sum(tl.load(sizes_ptr + first + start + index, mask=start + index < count, other=0.0), 0)
     mean = tl.maximum(mean / count, 1e-30)
     inverse_ptr = out_ptr + first.to(tl.int64) * stride
-    same = index[:, None] == index[None, :]
-    for i in range(blocks):
-        rows = i * BLOCK_M + index
+    covariance_ptr += first.to(tl.int64) * longest
+    for above in range(0, count, BLOCK_P):
+        rows = above + tl.arange(0, BLOCK_P)
         size = tl.load(sizes_ptr + first + rows, mask=rows < count, other=0.0)
         own = noise * tl.maximum(size / mean, least_noise)
-        for j in range(blocks):
-            columns = j * BLOCK_M + index
+        for left in range(0, count, BLOCK_M):
+            columns = left + index
             at = tl.load(known_ptr + first + columns, mask=columns < count, other=0) - begin
-            to, mask = _tile(inverse_ptr, stride, i, j, count, BLOCK_M)
-            from_ptrs = covariance_ptr + (first + rows).to(tl.int64)[:, None] * longest + at[None, :]
-            a = tl.load(from_ptrs, mask=mask, other=0.0)
-            if i == j:
-                a += tl.where(same, own[:, None], 0.0)
-            tl.store(to, a, mask=mask)
-    for step in range(blocks):
+            mask = (rows < count)[:, None] & (columns < count)[None, :]
+            a = tl.load(covariance_ptr + (rows[:, None] * longest + at[None, :]), mask=mask, other=0.0)
+            a = -a - tl.where(rows[:, None] == columns[None, :], own[:, None], 0.0)
+            tl.store(inverse_ptr + (rows[:, None] * stride + columns[None, :]), a, mask=mask)
+    for start in range(0, count, BLOCK_P):
         tl.debug_barrier()
-        at, mask = _tile(inverse_ptr, stride, step, step, count, BLOCK_M)
-        a = tl.load(at, mask=mask, other=0.0)
-        a = tl.where((step * BLOCK_M + index >= count)[:, None] & same, 1.0, a)  # rows of no token
-        pivot = _inverse(a, BLOCK_M)
+        _sweep_pivots(inverse_ptr, stride, start, count, BLOCK_P, COPIES)
         tl.debug_barrier()
-        tl.store(at, pivot, mask=mask)
-        for j in range(blocks):
-            if j != step:
-                at, mask = _tile(inverse_ptr, stride, step, j, count, BLOCK_M)
-                a = tl.load(at, mask=mask, other=0.0)
-                a = _matrix_product(pivot, a, tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32))
-                tl.debug_barrier()
-                tl.store(at, a, mask=mask)
+        _change_pivots(inverse_ptr, stride, start, count, BLOCK_M, BLOCK_P)
         tl.debug_barrier()
-        for i in range(blocks):
-            if i != step:
-                side_at, side_mask = _tile(inverse_ptr, stride, i, step, count, BLOCK_M)
-                side = -tl.load(side_at, mask=side_mask, other=0.0)
-                for j in range(blocks):
-                    if j != step:
-                        top_at, top_mask = _tile(inverse_ptr, stride, step, j, count, BLOCK_M)
-                        top = tl.load(top_at, mask=top_mask, other=0.0)
-                        at, mask = _tile(inverse_ptr, stride, i, j, count, BLOCK_M)
-                        a = _matrix_product(side, top, tl.load(at, mask=mask, other=0.0))
-                        tl.debug_barrier()
-                        tl.store(at, a, mask=mask)
-                a = _matrix_product(side, pivot, tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32))
-                tl.debug_barrier()
-                tl.store(side_at, a, mask=side_mask)
+        _change_others(inverse_ptr, stride, start, count, BLOCK_M, BLOCK_P)
+        tl.debug_barrier()
+        _mirror_pivots(inverse_ptr, stride, start, count, BLOCK_M, BLOCK_P)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -334,7 +397,8 @@ def correct_stale(
         )  # fmt: skip
         inverse_kernel[(num_chunks,)](
             w.covariance, w.change_sizes, rows.starts, rows.known, rows.known_starts, w.inverse,
-            rows.longest, stride, prior.noise, prior.least_noise, BLOCK_M=INVERSE_BLOCK, num_warps=8,
+            rows.longest, stride, prior.noise, prior.least_noise,
+            BLOCK_M=BLOCK, BLOCK_P=PIVOT_ROWS, COPIES=PIVOT_WARPS, num_warps=PIVOT_WARPS,
         )  # fmt: skip
         weights_kernel[(num_chunks, known_tiles, -(-2 * width // BLOCK))](
             w.inverse, w.change, w.common, rows.known_starts, w.weights, stride, 1 - prior.common,

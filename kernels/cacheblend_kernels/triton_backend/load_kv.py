@@ -1,16 +1,34 @@
-"""Load stored K and V into the pool in one kernel: dequantise, rotate K to its new positions, cast, scatter.
+"""Load stored K and V into the pool in one kernel, for several chunks and layers: dequantise, rotate K to its new
+positions, cast, scatter.
 
 `StoredKV` describes the stored formats.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cacheblend_kernels.interface import PLANES, LayerCache, Slots, StoredKV, packed_bytes
+from cacheblend_kernels.interface import (
+    PLANES,
+    STORED,
+    LayerCache,
+    Slots,
+    StagedChunk,
+    StagedTensor,
+    StoredKV,
+    StoredLayers,
+    bits_of,
+    packed_bytes,
+)
 from cacheblend_kernels.triton_backend.cache_ops import rotate, to_pool
 from cacheblend_kernels.triton_backend.checks import (
     FLOAT8,
@@ -18,9 +36,7 @@ from cacheblend_kernels.triton_backend.checks import (
     check,
     check_cache,
     check_device,
-    check_heads,
     check_rope,
-    check_scales,
     check_tensor,
     device_guard,
     once,
@@ -31,6 +47,9 @@ from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
 BLOCK_HEADS = 8
+ALIGNMENT = 64  # bytes, of a chunk's tensors and layers in a buffer
+Form = tuple[tuple[str, tuple[torch.dtype, tuple[int, ...]]], ...]
+"""Name, dtype and shape without rows of each of a chunk's tensors."""
 
 
 @triton.jit
@@ -55,18 +74,17 @@ def _blocks_mixed(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constex
 
 @triton.jit
 def _of_codes(
-    ptr, scale_ptr, levels_ptr, row, heads, channels, mask,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ptr, scale_ptr, levels_ptr, row, heads, own, channels, mask,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, STORED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return one half of the heads' channels: levels of their codes times the scale, mixed within their blocks."""
-    own = heads < NUM_KV_HEADS
     LOW: tl.constexpr = BITS & 4
     LOW_BYTES: tl.constexpr = (HEAD_DIM * LOW + 7) // 8
     MID: tl.constexpr = BITS & 2
     MID_BYTES: tl.constexpr = (HEAD_DIM * MID + 7) // 8
     HIGH: tl.constexpr = BITS & 1
     HIGH_BYTES: tl.constexpr = (HEAD_DIM * HIGH + 7) // 8
-    at = (row * NUM_KV_HEADS + heads) * (LOW_BYTES + MID_BYTES + HIGH_BYTES)
+    at = (row * STORED_HEADS + heads) * (LOW_BYTES + MID_BYTES + HIGH_BYTES)
     code = tl.zeros([heads.shape[0], channels.shape[0]], dtype=tl.int32)
     if LOW > 0:
         code = _plane(ptr, at, channels, mask, HEAD_DIM, LOW)
@@ -74,60 +92,80 @@ def _of_codes(
         code += _plane(ptr, at + LOW_BYTES, channels, mask, HEAD_DIM, MID) << LOW
     if HIGH > 0:
         code += _plane(ptr, at + LOW_BYTES + MID_BYTES, channels, mask, HEAD_DIM, HIGH) << (LOW + MID)
-    scale = tl.load(scale_ptr + row * NUM_KV_HEADS + heads, mask=own, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row * STORED_HEADS + heads, mask=own, other=0.0).to(tl.float32)
     value = tl.load(levels_ptr + code, mask=mask, other=0.0) * scale[:, None]
     return _blocks_mixed(value, value.shape[0] * value.shape[1] // BLOCK, BLOCK, STAGES)
 
 
 @triton.jit
 def _halves(
-    ptr, scale_ptr, levels_ptr, row, chunk, heads, halves, mask, factor, CODEC: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ptr, scale_ptr, levels_ptr, row, heads, own, halves, mask, factor, CODEC: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, STORED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return both halves of the heads' channels of one stored row, fp32 [BLOCK_HEADS, BLOCK_HALF], without a mean."""
     high = halves + HEAD_DIM // 2
     if CODEC == "codes":
-        a = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, halves, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
-        b = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, high, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
+        a = _of_codes(
+            ptr, scale_ptr, levels_ptr, row, heads, own, halves, mask, BITS, BLOCK, STAGES, STORED_HEADS, HEAD_DIM
+        )
+        b = _of_codes(
+            ptr, scale_ptr, levels_ptr, row, heads, own, high, mask, BITS, BLOCK, STAGES, STORED_HEADS, HEAD_DIM
+        )
         return (a + b) * factor, (a - b) * factor
-    a = _decoded(ptr, scale_ptr, row, chunk, heads, halves, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
-    return a, _decoded(ptr, scale_ptr, row, chunk, heads, high, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
+    a = _decoded(ptr, scale_ptr, row, heads, own, halves, mask, CODEC, STORED_HEADS, HEAD_DIM)
+    return a, _decoded(ptr, scale_ptr, row, heads, own, high, mask, CODEC, STORED_HEADS, HEAD_DIM)
 
 
 @triton.jit
 def _decoded(
-    ptr, scale_ptr, row, chunk, heads, channels, mask,
-    CODEC: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ptr, scale_ptr, row, heads, own, channels, mask,
+    CODEC: tl.constexpr, STORED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return the heads' channels of one row stored as plain values, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
-    at = row * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
+    at = row * (STORED_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
     value = tl.load(ptr + at, mask=mask, other=0)
     if CODEC != "plain":
         value = e4m3_to_fp32(value)
-        value *= tl.load(scale_ptr + chunk * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
+        value *= tl.load(scale_ptr + heads, mask=own, other=0.0)[:, None]
     return value.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first_slot"])
+@triton.jit
+def _of_chunk(ptr, entry_ptr, layer, COLUMN: tl.constexpr):
+    """Return the address of a chunk's tensor at a layer. ptr: the buffer; entry_ptr: the chunk's row of
+    `layers_table`, in which COLUMN holds the tensor's first byte."""
+    num_bytes: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    start = tl.multiple_of(tl.load(entry_ptr + COLUMN) + layer * tl.load(entry_ptr + 6), 64)
+    return ptr + tl.multiple_of(start // num_bytes, 16)
+
+
+@triton.jit(
+    do_not_specialize=["first_slot", "layer_slots", "first_head"],
+    do_not_specialize_on_alignment=["slots_ptr", "row_chunks_ptr", "places_ptr"],
+)
 def load_kv_kernel(
     k_ptr,
     v_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slots_ptr,
-    row_chunks_ptr,
     k_scale_ptr,
     v_scale_ptr,
     k_mean_ptr,
     k_levels_ptr,
     v_levels_ptr,
+    row_chunks_ptr,
+    places_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
     pool_k_scale_ptr,
     pool_v_scale_ptr,
     first_slot,
+    layer_slots,
+    first_head,
     factor,
     NUM_KV_HEADS: tl.constexpr,
+    STORED_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -137,39 +175,55 @@ def load_kv_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid (num_rows, parts).
+    """BLOCK_HEADS heads of one row at one layer. Grid (num_rows, parts, num_layers).
 
-    slots_ptr None: the slots are first_slot, first_slot + 1, ... row_chunks_ptr None: all rows are of one chunk. Other
-    pointers are None if the format of the stored values or of the pool does not need them. CODEC "codes" has K_BITS and
-    V_BITS per value, mixed in blocks of BLOCK = 2^STAGES channels in each half of a head. factor: makes mixing its own
-    inverse.
+    With places_ptr (`layers_table`) all stored tensors lie in one buffer, whose address all their pointers hold;
+    row_chunks_ptr has each row's chunk. Without it the pointers are those of one chunk at one layer. The pools of the
+    layers lie layer_slots slots apart, their scales a multiple of four heads. slots_ptr None: the slots are first_slot,
+    first_slot + 1, ... Other pointers are None if the format of the stored values or of the pool does not need them.
+    CODEC "codes" has K_BITS and V_BITS per value, mixed in blocks of BLOCK = 2^STAGES channels in each half of a head.
+    factor: makes mixing its own inverse.
     """
     row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     halves = tl.arange(0, BLOCK_HALF)
     in_half = halves < HEAD_DIM // 2
-    mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
+    own = heads < NUM_KV_HEADS
+    mask = own[:, None] & in_half[None, :]
     slot = first_slot + row if slots_ptr is None else tl.load(slots_ptr + row)
-    chunk = 0 if row_chunks_ptr is None else tl.load(row_chunks_ptr + row)
-    at = slot * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + halves[None, :]
+    at = (layer * layer_slots + slot) * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + halves[None, :]
     cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     k_factor = 1.0
     v_factor = 1.0
     if pool_k_scale_ptr is not None:
-        k_factor = 1.0 / tl.load(pool_k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
-        v_factor = 1.0 / tl.load(pool_v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
+        pool_heads = layer * ((NUM_KV_HEADS + 3) // 4 * 4) + heads
+        k_factor = 1.0 / tl.load(pool_k_scale_ptr + pool_heads, mask=own, other=1.0)[:, None]
+        v_factor = 1.0 / tl.load(pool_v_scale_ptr + pool_heads, mask=own, other=1.0)[:, None]
 
+    stored_row = row
+    if places_ptr is not None:
+        entry_ptr = places_ptr + tl.load(row_chunks_ptr + row) * 7
+        stored_row = row - tl.load(entry_ptr)
+        k_ptr = _of_chunk(k_ptr, entry_ptr, layer, 1)
+        v_ptr = _of_chunk(v_ptr, entry_ptr, layer, 2)
+        if CODEC != "plain":
+            k_scale_ptr = _of_chunk(k_scale_ptr, entry_ptr, layer, 3)
+            v_scale_ptr = _of_chunk(v_scale_ptr, entry_ptr, layer, 4)
+        if CODEC == "codes":
+            k_mean_ptr = _of_chunk(k_mean_ptr, entry_ptr, layer, 5)
+    stored_heads = first_head + heads
     k1, k2 = _halves(
-        k_ptr, k_scale_ptr, k_levels_ptr, row, chunk, heads, halves, mask, factor,
-        CODEC, K_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM,
+        k_ptr, k_scale_ptr, k_levels_ptr, stored_row, stored_heads, own, halves, mask, factor,
+        CODEC, K_BITS, BLOCK, STAGES, STORED_HEADS, HEAD_DIM,
     )  # fmt: skip
     v1, v2 = _halves(
-        v_ptr, v_scale_ptr, v_levels_ptr, row, chunk, heads, halves, mask, factor,
-        CODEC, V_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM,
+        v_ptr, v_scale_ptr, v_levels_ptr, stored_row, stored_heads, own, halves, mask, factor,
+        CODEC, V_BITS, BLOCK, STAGES, STORED_HEADS, HEAD_DIM,
     )  # fmt: skip
     if CODEC == "codes":
-        mean_at = k_mean_ptr + (chunk * NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + halves[None, :]
+        mean_at = k_mean_ptr + stored_heads[:, None] * HEAD_DIM + halves[None, :]
         k1 += tl.load(mean_at, mask=mask, other=0.0).to(tl.float32)
         k2 += tl.load(mean_at + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     k1, k2 = rotate(k1, k2, cos, sin)
@@ -179,52 +233,126 @@ def load_kv_kernel(
     tl.store(v_cache_ptr + at + HEAD_DIM // 2, to_pool(v2 * v_factor, v_cache_ptr), mask=mask)
 
 
+class _Source(NamedTuple):
+    """Stored rows as the kernel takes them."""
+
+    tensors: tuple[Tensor | None, ...]  # by `STORED`; of a buffer, the buffer in the dtype of each
+    levels: tuple[Tensor | None, Tensor | None]
+    codec: str  # plain, fp8 or codes
+    num_heads: int
+    first_head: int = 0
+    row_chunks: Tensor | None = None
+    table: Tensor | None = None
+
+
 def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
     """`KernelBackend.load_kv`."""
-    run, num_rows = slots.first_slot >= 0, stored.k.shape[0]
-    num_slots = cache.k.shape[0] * cache.k.shape[1]
-    check(not run or slots.first_slot + num_rows <= num_slots, "the slots run past the pool")
-    _check(stored, cache, slots.cos, slots.sin, None if run else slots.slots)
+    k, levels = stored.k, (stored.k_levels, stored.v_levels)
+    where = _where(slots, len(k), cache)
+    _check(stored, cache, slots.cos, slots.sin, where)
+    tensors = pool_bits(k), pool_bits(stored.v), stored.k_scale, stored.v_scale, stored.k_mean
+    _launch(_Source(tensors, levels, _codec(k.dtype), k.shape[1]), len(k), [cache], 0, slots, where)
+
+
+def load_layers(stored: StoredLayers, caches: Sequence[LayerCache], slots: Slots) -> bool:
+    """`KernelBackend.load_layers` in one launch. Returns False, and launches nothing, if the layers' pools are not
+    evenly spaced."""
+    cache, layer_slots, num_rows = caches[0], _layer_slots(caches), len(stored.row_chunks)
+    if layer_slots is None or num_rows == 0:
+        return num_rows == 0
+    where, form = _where(slots, num_rows, cache), _form_of(stored, len(caches))
+    levels, chunks_of = (stored.k_levels, stored.v_levels), (stored.row_chunks, stored.table)
+    given = (stored.data, *chunks_of, *levels, slots.cos, slots.sin, where)
+    _check_layers(form, len(stored.chunks), stored.first_head, cache, *given)
+    of_name = {name: _viewed(stored.data, dtype) for name, (dtype, _) in form}
+    (dtype, (num_heads, _)), tensors = form[0][1], tuple(of_name.get(name) for name in STORED)
+    source = _Source(tensors, levels, _codec(dtype), num_heads, stored.first_head, *chunks_of)
+    _launch(source, num_rows, caches, layer_slots, slots, where)
+    return True
+
+
+def _launch(
+    source: _Source, num_rows: int, caches: Sequence[LayerCache], layer_slots: int, slots: Slots, where: Tensor | None
+) -> None:
+    """layer_slots: from a layer's pool to the next one's; where: slots that are not consecutive."""
     if num_rows == 0:
         return
-    codec = _codec(stored)
+    cache, last, num_layers = caches[0], caches[-1], len(caches)
+    scales = (cache.k_scale, last.k_scale), (cache.v_scale, last.v_scale)
     num_kv_heads, head_dim = cache.k.shape[2:]
-    block = mixed_block(head_dim) if codec == "codes" else 1
-    with device_guard(stored.k):
-        load_kv_kernel[(num_rows, -(-num_kv_heads // BLOCK_HEADS))](
-            pool_bits(stored.k),
-            pool_bits(stored.v),
+    block = mixed_block(head_dim) if source.codec == "codes" else 1
+    k_bits, v_bits = bits_of(source.levels)
+    with device_guard(cache.k):
+        load_kv_kernel[(num_rows, -(-num_kv_heads // BLOCK_HEADS), num_layers)](
+            *source.tensors,
+            *source.levels,
+            source.row_chunks,
+            source.table,
+            where,
             slots.cos,
             slots.sin,
-            pool_bits(cache.k),
-            pool_bits(cache.v),
-            None if run else slots.slots,
-            stored.row_chunks,
-            stored.k_scale,
-            stored.v_scale,
-            stored.k_mean,
-            stored.k_levels,
-            stored.v_levels,
-            cache.k_scale,
-            cache.v_scale,
+            pool_bits(_through(cache.k, last.k)),
+            pool_bits(_through(cache.v, last.v)),
+            *(None if a is None or b is None else _through(a, b) for a, b in scales),
             slots.first_slot,
+            layer_slots,
+            source.first_head,
             (2 * block) ** -0.5,
             NUM_KV_HEADS=num_kv_heads,
+            STORED_HEADS=source.num_heads,
             HEAD_DIM=head_dim,
             BLOCK_HALF=padded(head_dim // 2),
             BLOCK_HEADS=BLOCK_HEADS,
-            CODEC=codec,
-            K_BITS=stored.bits[0],
-            V_BITS=stored.bits[1],
+            CODEC=source.codec,
+            K_BITS=k_bits,
+            V_BITS=v_bits,
             BLOCK=block,
             STAGES=block.bit_length() - 1,
             num_warps=4,
         )
 
 
-def _codec(stored: StoredKV) -> str:
-    """Return the format of the tensors: plain, fp8 or codes (see `StoredKV`)."""
-    return {torch.uint8: "codes", FLOAT8: "fp8"}.get(stored.k.dtype, "plain")
+def _where(slots: Slots, num_rows: int, cache: LayerCache) -> Tensor | None:
+    """Return the slot mapping, None if the slots are consecutive and thus not read."""
+    if slots.first_slot < 0:
+        return slots.slots
+    check(slots.first_slot + num_rows <= cache.k.shape[0] * cache.k.shape[1], "the slots run past the pool")
+    return None
+
+
+def _layer_slots(caches: Sequence[LayerCache]) -> int | None:
+    """Return the slots from a layer's pool to the next layer's; None unless the layers are evenly spaced in one
+    allocation."""
+    first = caches[0]
+    check(all(c.k.shape == first.k.shape and c.k.dtype == first.k.dtype for c in caches), "the layers' pools differ")
+    steps = _steps([c.k for c in caches]) | _steps([c.v for c in caches])
+    of_scales = _steps([c.k_scale for c in caches]) | _steps([c.v_scale for c in caches])
+    num_kv_heads, head_dim = first.k.shape[2:]
+    step, of_slot = max(steps, default=0), num_kv_heads * head_dim
+    even = len(steps) < 2 and (step or len(caches) == 1) and step % of_slot == 0
+    return step // of_slot if even and of_scales <= {-(-num_kv_heads // 4) * 4} else None
+
+
+def _steps(tensors: Sequence[Tensor | None]) -> set[int]:
+    """Return the distances from each tensor to the next one, in elements; 0 between allocations."""
+    places = [(t.data_ptr(), t.storage_offset() * t.itemsize, t.itemsize) for t in tensors if t is not None]
+    return {(b[1] - a[1]) // a[2] if b[0] - a[0] == b[1] - a[1] else 0 for a, b in pairwise(places)}
+
+
+def _through(first: Tensor, last: Tensor) -> Tensor:
+    """Return a view from the first of evenly spaced tensors to the end of the last one, flat."""
+    if first is last:
+        return first
+    return first.as_strided((last.storage_offset() - first.storage_offset() + last.numel(),), (1,))
+
+
+def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data if dtype.itemsize == 1 else data.view(dtype)
+
+
+def _codec(dtype: torch.dtype) -> str:
+    """Return the format of stored K and V of this dtype: plain, fp8 or codes (see `StoredKV`)."""
+    return {torch.uint8: "codes", FLOAT8: "fp8"}.get(dtype, "plain")
 
 
 def mixed_block(head_dim: int) -> int:
@@ -233,41 +361,114 @@ def mixed_block(head_dim: int) -> int:
     return half & -half
 
 
+class _Staged(NamedTuple):
+    """A chunk in a buffer, checked."""
+
+    form: Form
+    num_rows: int
+    end: int  # byte after its first layer
+    layer_bytes: int
+
+
+def _form_of(stored: StoredLayers, num_layers: int) -> Form:
+    """Return the form of all chunks, after checking that they have the same one and lie in the buffer."""
+    chunks = [chunk.__dict__.get("_staged") or _staged(chunk) for chunk in stored.chunks]
+    forms, num_rows, _, _ = zip(*chunks, strict=True)
+    end = max(c.end + (num_layers - 1) * c.layer_bytes for c in chunks)
+    check(end <= len(stored.data), "the chunks run past the buffer")
+    check(sum(num_rows) == len(stored.row_chunks), f"{sum(num_rows)} rows of chunks, {len(stored.row_chunks)} rows")
+    check(forms.count(forms[0]) == len(forms), "the chunks differ in format")
+    form: Form = forms[0]
+    return form
+
+
+def _staged(chunk: StagedChunk) -> _Staged:
+    starts = (*(t.start for t in chunk.tensors.values()), chunk.layer_bytes)
+    check(not any(start % ALIGNMENT for start in starts), f"tensors start at {starts}, not multiples of {ALIGNMENT}")
+    end = max(t.start + math.prod(t.shape) * t.dtype.itemsize for t in chunk.tensors.values())
+    found = _Staged(_only(_form(chunk.tensors)), chunk.num_rows, end, chunk.layer_bytes)
+    chunk.__dict__["_staged"] = found
+    return found
+
+
+@cache
+def _only(form: Form) -> Form:
+    """Return one object for equal forms, which compares quickly."""
+    return form
+
+
+def _form(tensors: Mapping[str, Tensor | StagedTensor]) -> Form:
+    """Return the form of a chunk's tensors, k first, after checking their rows."""
+    k = tensors["k"]
+    of_chunk = ("k_mean", "k_scale", "v_scale") if k.dtype == FLOAT8 else ("k_mean",)
+    for name, t in tensors.items():
+        rows = 1 if name in of_chunk else k.shape[0]
+        check(len(t.shape) == 1 or t.shape[0] == rows, f"{name} is {list(t.shape)}, k {list(k.shape)}")
+    return tuple((name, (t.dtype, tuple(t.shape[len(t.shape) > 1 :]))) for name, t in tensors.items())
+
+
+def _check_form(form: Form, num_heads: int, head_dim: int, levels: tuple[Tensor | None, Tensor | None]) -> None:
+    """Check the form against the format that the dtype of k names."""
+    found, bits, of_heads = dict(form), bits_of(levels), (num_heads,)
+    dtype, wanted = found["k"][0], dict[str, tuple[torch.dtype, tuple[int, ...]]]()
+    if dtype == torch.uint8:
+        check(bits[0] in PLANES and bits[1] in PLANES, f"codes need k_levels and v_levels, of {list(PLANES)} bits")
+        for name, table, n in zip("kv", levels, bits, strict=True):
+            check_tensor(f"{name}_levels", table, (2**n,), torch.float32)
+            wanted[name] = dtype, (num_heads, packed_bytes(head_dim, n))
+            wanted[f"{name}_scale"] = torch.bfloat16, of_heads
+        wanted["k_mean"] = torch.bfloat16, (num_heads, head_dim)
+    else:
+        check(dtype in (*FLOATS, FLOAT8), f"k is {dtype}", f"known: {', '.join(map(str, (*FLOATS, FLOAT8)))}, codes")
+        check(bits == (0, 0), "levels are for codes")
+        for name in "kv":
+            wanted[name] = dtype, (num_heads, head_dim)
+            if dtype == FLOAT8:
+                wanted[f"{name}_scale"] = torch.float32, of_heads
+    for name in STORED:
+        needed, got = wanted.get(name), found.get(name)
+        check(needed == got, f"{name} of {dtype}, codes of {bits} bits: {needed} is needed, got {got}")
+
+
 @once
 def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots: Tensor | None) -> None:
     """Check the inputs. slots: None if they are consecutive and thus not read."""
+    tensors = {name: t for name in STORED if (t := getattr(stored, name)) is not None}
+    check(all(t.is_contiguous() for t in tensors.values()), "stored tensors are not contiguous")
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    _check_form(_form(tensors), num_kv_heads, head_dim, (stored.k_levels, stored.v_levels))
+    _check_target(cache, stored.k.shape[0], cos, sin, slots)
+    check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
+
+
+@once
+def _check_layers(
+    form: Form,
+    num_chunks: int,
+    first_head: int,
+    cache: LayerCache,
+    data: Tensor,
+    row_chunks: Tensor,
+    table: Tensor,
+    k_levels: Tensor | None,
+    v_levels: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor | None,
+) -> None:
+    """Check the inputs, see `_check`."""
+    check_tensor("data", data, (len(data) // ALIGNMENT * ALIGNMENT,), torch.uint8)
+    check_tensor("row_chunks", row_chunks, (len(row_chunks),), torch.int32)
+    check_tensor("table", table, (num_chunks, 7), torch.int64)
+    (num_heads, *_), (num_kv_heads, head_dim) = form[0][1][1], cache.k.shape[2:]
+    check(first_head + num_kv_heads <= num_heads, f"heads from {first_head} on: {num_heads} are stored")
+    _check_form(form, num_heads, head_dim, (k_levels, v_levels))
+    _check_target(cache, len(row_chunks), cos, sin, slots)
+    check_device(data, row_chunks, table, k_levels, v_levels, *tensors_of(cache), cos, sin, slots)
+
+
+def _check_target(cache: LayerCache, num_rows: int, cos: Tensor, sin: Tensor, slots: Tensor | None) -> None:
     check_cache(cache)
-    k, v, num_rows, (num_kv_heads, head_dim) = stored.k, stored.v, stored.k.shape[0], cache.k.shape[2:]
-    alike = k.shape == v.shape or k.dtype == torch.uint8
-    check(alike and k.dtype == v.dtype, f"k is {list(k.shape)} {k.dtype}, v is {list(v.shape)} {v.dtype}")
-    check(k.is_contiguous() and v.is_contiguous(), "stored K and V are not contiguous")
-    check_rope(cos, sin, num_rows, head_dim)
+    check_rope(cos, sin, num_rows, cache.k.shape[3])
     if slots is not None:
         check_tensor("slots", slots, (num_rows,), torch.int64)
-    check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
-    full, num_chunks = (num_rows, num_kv_heads, head_dim), 1
-    if stored.row_chunks is not None:
-        check_tensor("row_chunks", stored.row_chunks, (num_rows,), torch.int32)
-        per_chunk = stored.k_scale if stored.k_mean is None else stored.k_mean
-        num_chunks = 0 if per_chunk is None else per_chunk.shape[0]
-    if k.dtype == torch.uint8:
-        for name, part, bits in (("k", k, stored.bits[0]), ("v", v, stored.bits[1])):
-            check(bits in PLANES, f"codes need {name}_levels, of {list(PLANES)} bits")
-            check_tensor(f"{name} of {bits} bits", part, (*full[:2], packed_bytes(head_dim, bits)), torch.uint8)
-        for name, t, wanted, dtype in (
-            ("k_scale", stored.k_scale, full[:2], torch.bfloat16),
-            ("v_scale", stored.v_scale, full[:2], torch.bfloat16),
-            ("k_mean", stored.k_mean, (num_chunks, *full[1:]), torch.bfloat16),
-            ("k_levels", stored.k_levels, (2 ** stored.bits[0],), torch.float32),
-            ("v_levels", stored.v_levels, (2 ** stored.bits[1],), torch.float32),
-        ):
-            check_tensor(f"{name} of codes", t, wanted, dtype)
-        return
-    check_heads("k", k, (*FLOATS, FLOAT8))
-    check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
-    check(stored.k_mean is None and stored.bits == (0, 0), "a mean and levels are for codes")
-    if k.dtype == FLOAT8:
-        check_scales("float8", stored, (num_chunks, num_kv_heads))
-    else:
-        check(stored.k_scale is None and stored.v_scale is None, f"{k.dtype} takes no scales")
-        check(stored.row_chunks is None, f"{k.dtype} takes no row_chunks: it has nothing per chunk")

@@ -23,6 +23,7 @@ WRITES = {
     "attention_peaks": ("peaks",),
     "correct_stale": ("cache",),
     "load_kv": ("cache",),
+    "load_layers": ("caches",),
     "rope_and_cache": ("cache",),
 }
 """Method of a kernel backend -> arguments that it writes to. Of other methods, arguments whose contents change."""
@@ -126,11 +127,12 @@ def _accesses(given: dict[str, Any]) -> Iterator[tuple[str, DeviceTensor, Region
     name."""
     rows = _slots(given)
     for argument, value in given.items():
-        for t in _tensors(value):
-            if isinstance(value, LayerCache) and rows is not None and t.dim() == 4:
-                yield argument, t, Region.of(t.elem.flatten(0, 1), rows)
-            else:
-                yield argument, t, Region.of(t.elem)
+        for part in value if isinstance(value, list | tuple) else [value]:
+            for t in _tensors(part):
+                if isinstance(part, LayerCache) and rows is not None and t.dim() == 4:
+                    yield argument, t, Region.of(t.elem.flatten(0, 1), rows)
+                else:
+                    yield argument, t, Region.of(t.elem)
 
 
 def _slots(given: dict[str, Any]) -> set[int] | None:
