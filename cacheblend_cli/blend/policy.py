@@ -21,8 +21,8 @@ from cacheblend_cli.blend.selectors import (
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import BlendParams
 
-MOST_OMITTED = 0.25
-"""Share of a prompt's recomputed tokens that filling tiles may leave out: short prompts have few of them."""
+MOST_OMITTED = 0.1
+"""Share of a prompt's recomputed tokens that filling tiles may leave out: more raises the KL (study/models.md)."""
 
 
 @dataclass(frozen=True)

@@ -139,12 +139,13 @@ def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypa
     [
         (0, 20, 20),
         (1, 20, 128),
-        (100, 40, 128),
-        (170, 22, 256),  # the nearest would leave out 64 of 170
-        (256, 64, 256),
-        (257, 64, 384),
+        (110, 28, 128),
+        (250, 22, 256),
+        (260, 30, 384),  # the nearest would leave out 34 of 260
         (614, 68, 640),
-        (10, 120, 128),
+        (640, 64, 640),
+        (641, 64, 768),
+        (30, 100, 128),
         (10, 125, 256),
         (1000, 45, 1045),
     ],
