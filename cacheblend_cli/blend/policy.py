@@ -86,7 +86,7 @@ def tiled_count(count: int, total: int, fresh: int, row_tile: int) -> int:
     if count in (0, total):
         return count
     over = (count + fresh) % row_tile
-    return count - over if over <= min(row_tile // 2, MOST_OMITTED * count) else count + row_tile - over
+    return count - over if over < row_tile / 2 and over <= MOST_OMITTED * count else count + -over % row_tile
 
 
 def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile: int = 1) -> BlendPolicy:

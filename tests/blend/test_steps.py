@@ -143,8 +143,8 @@ def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypa
         (250, 22, 256),
         (260, 30, 384),  # the nearest would leave out 34 of 260
         (614, 68, 640),
-        (640, 64, 640),
-        (641, 64, 768),
+        (639, 64, 640),
+        (640, 64, 768),
         (30, 100, 128),
         (10, 125, 256),
         (1000, 45, 1045),
