@@ -21,6 +21,9 @@ from cacheblend_cli.blend.selectors import (
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import BlendParams
 
+MOST_OMITTED = 0.1
+"""Share of a prompt's recomputed tokens that filling tiles may leave out: more raises the KL (study/models.md)."""
+
 
 @dataclass(frozen=True)
 class BlendPolicy:
@@ -56,12 +59,11 @@ class BlendPolicy:
         return 0 < count < num_candidates
 
     def _count(self, ratio: float, total: int, fresh: int) -> int:
-        count = budget(ratio, total)
-        return count + -(count + fresh) % self.row_tile if count else 0
+        return tiled_count(budget(ratio, total), total, fresh, self.row_tile)
 
     def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence, fresh: int = 0) -> Tensor:
-        """Return the indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded up to fill the
-        row tile together with the `fresh` rows."""
+        """Return the indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded as
+        `tiled_count` does."""
         count = self._count(ratio, total, fresh)
         if not self.is_scored(ratio, total, len(candidates), fresh):
             return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
@@ -73,8 +75,18 @@ class BlendPolicy:
 
 def row_tile_of(device: torch.device) -> int:
     """Return the row count granularity of recomputation: 128 on a GPU, 1 on a CPU. A GPU's matrix products work in
-    tiles of 128 rows, so filling the last tile takes no extra time and repairs more tokens."""
+    tiles of 128 rows, and a tile that is not full takes as long as a full one."""
     return 128 if device.type == "cuda" else 1
+
+
+def tiled_count(count: int, total: int, fresh: int, row_tile: int) -> int:
+    """Return how many of `total` candidates to recompute, so that they and the `fresh` rows fill whole tiles: the
+    number nearest to `count`, or the next higher one if the nearest leaves out more than the share MOST_OMITTED. None
+    and all of them stay as they are. May exceed `total`."""
+    if count in (0, total):
+        return count
+    over = (count + fresh) % row_tile
+    return count - over if over < row_tile / 2 and over <= MOST_OMITTED * count else count + -over % row_tile
 
 
 def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile: int = 1) -> BlendPolicy:

@@ -12,7 +12,7 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.blend.policy import row_tile_of
+from cacheblend_cli.blend.policy import row_tile_of, tiled_count
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -118,20 +118,42 @@ def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
 
 @pytest.mark.parametrize("selector", ["query", "hkvd"])
 def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filled with the best of the remaining rows; a ratio of 0 still recomputes nothing."""
+    """With the best of the rows; a ratio of 0 still recomputes nothing."""
     assert [row_tile_of(torch.device(name)) for name in ("cuda", "cpu")] == [128, 1]
     blend = BlendParams(selector=selector, ratio=0.25)
     plain = counted.prefill(blend)
     fresh, chosen = plain.plan.fresh_tokens, set(plain.result.chosen.tolist())
-    monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device: 16)
-    filled = counted.prefill(blend)
-    more = set(filled.result.chosen.tolist())
-    assert chosen < more
-    assert len(more) == -(-(len(chosen) + fresh) // 16) * 16 - fresh
-    assert counted.attended[-2] % 16 == 0
-    assert not len(counted.prefill(BlendParams(selector=selector, ratio=0.0)).result.chosen)
-    monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device: 1 << 20)
-    assert len(counted.prefill(blend).result.chosen) == plain.plan.inexact_tokens  # all there are
+    rows = len(chosen) + fresh
+    for tile, expected in ((rows - 2, rows - 2), (rows + 3, rows + 3), (1 << 20, plain.plan.inexact_tokens + fresh)):
+        monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device, tile=tile: tile)
+        filled = counted.prefill(blend)
+        found = set(filled.result.chosen.tolist())
+        assert found < chosen if expected < rows else chosen < found
+        assert len(found) + fresh == expected
+        assert counted.attended[-2] == expected
+        assert not len(counted.prefill(BlendParams(selector=selector, ratio=0.0)).result.chosen)
+
+
+@pytest.mark.parametrize(
+    ("count", "fresh", "rows"),
+    [
+        (0, 20, 20),
+        (1, 20, 128),
+        (110, 28, 128),
+        (250, 22, 256),
+        (260, 30, 384),  # the nearest would leave out 34 of 260
+        (614, 68, 640),
+        (639, 64, 640),
+        (640, 64, 768),
+        (30, 100, 128),
+        (10, 125, 256),
+        (1000, 45, 1045),
+    ],
+)
+def test_rows_are_rounded_to_the_nearest_tile(count: int, fresh: int, rows: int) -> None:
+    """Without leaving out much of a short prompt; none and all tokens stay as they are."""
+    assert tiled_count(count, 1000, fresh, 128) + fresh == rows
+    assert tiled_count(count, 1000, fresh, 1) == count
 
 
 def test_the_probe_stops_where_it_has_looked(counted: Counted) -> None:

@@ -32,8 +32,8 @@ selectors' scores fall either way with the CPU's instructions."""
 
 @dataclass(frozen=True)
 class Case:
-    """family: of `checkpoints`; model, settings: changes of its config and of the engine's; tile: rows are rounded up
-    to a multiple of it; waiting: beginnings of call sites that may wait in layers and decode steps; rounding: bound of
+    """family: of `checkpoints`; model, settings: changes of its config and of the engine's; tile: rows are rounded to
+    a multiple of it; waiting: beginnings of call sites that may wait in layers and decode steps; rounding: bound of
     logprobs' differences."""
 
     family: str = "llama-gqa"

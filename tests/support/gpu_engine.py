@@ -56,7 +56,7 @@ PHASES = {
 
 @contextmanager
 def row_tile(tile: int) -> Iterator[None]:
-    """Round recomputed rows up to a multiple of `tile`, on any device."""
+    """Round recomputed rows to a multiple of `tile`, on any device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "row_tile_of", lambda device: tile)
         yield
@@ -64,7 +64,7 @@ def row_tile(tile: int) -> Iterator[None]:
 
 @contextmanager
 def engine_gpu(tile: int = 1) -> Iterator[FakeGpu]:
-    """A fake GPU. Rows are rounded up to a multiple of `tile`, so that small prompts are blended too."""
+    """A fake GPU. Rows are rounded to a multiple of `tile`, so that small prompts are blended too."""
     with installed(PHASES) as gpu, row_tile(tile), pytest.MonkeyPatch.context() as patch:
         watch_launches(gpu, patch)
         compute_with_torch(gpu, patch, TritonBackend)
