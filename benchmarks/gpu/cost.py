@@ -43,8 +43,9 @@ def decode_floor(spec: ModelSpec, batch: int, kv_len: float, itemsize: int, ceil
 
 @dataclass(frozen=True)
 class Assumed:
-    """Numbers of Hopper GPUs and of their hosts, and their sources: `row` is of the committed rows, `profile` the busy
-    time of one, `fit` a number chosen so that these rows come out. Times in seconds."""
+    """Numbers of Hopper GPUs and of their hosts, and their sources: `rows` are committed ones, `profile` the busy time
+    of such a row; `fit` is a number chosen so that rows come out, `here` one measured without a GPU. Times in
+    seconds."""
 
     # GPU
     num_sms: int = 132
@@ -56,21 +57,23 @@ class Assumed:
     l2: float = 5e12  # bytes/s from it
     kernel_s: float = 3e-6  # least time of a kernel and the gap after it
     fp32_share: float = 0.1  # of the matrix ceiling, of the correction's products (three TF32 products each)
-    fullest: tuple[float, float] = (1.4, 1.7)  # recomputed rows of the chunk with most over the mean, query and hkvd:
-    # random weights of a small model on a CPU, 124 and 140 of 88 rows, 107 and 134 of 78
-    # host; launches and operations are slower than here, see `SLOWER`
+    # recomputed rows of the fullest chunk over the mean, query and hkvd; here, random weights: 124 and 140 of 88 with 8
+    # chunks, 107 and 134 of 78 with 32
+    fullest: tuple[float, float] = (1.4, 1.7)
+    # host; the first four are times here, `SLOWER` scales them
     driver_s: float = 4e-6  # of a launch below Triton's launcher
     torch_s: float = 9e-6  # of one of torch's operations
-    replay_s: float = 8e-6  # of a graph; fit
-    layer_s: float = 15e-6  # of Python in a layer of graphs; fit
+    replay_s: float = 8e-6  # of a graph; fit: prefills
+    layer_s: float = 15e-6  # of Python in a layer of graphs; fit: prefills
     start_s: float = 1e-3  # rows, their uploads, the policy
-    setup_s: float = 2e-3  # with stored KV: plan, tables, buffers; fit: rows "store to pool" of three sizes
-    lookup_s: float = 25e-6  # of a chunk's layer in the store; the same rows
-    send_s: float = 0.27e-3  # of a batch: two streams, events, a copy and load_kv; the same rows
+    setup_s: float = 2e-3  # with stored KV: plan, tables, buffers; fit: "store to pool"
+    lookup_s: float = 25e-6  # of a chunk's layer in the store; here 7 us, and 85 us for a manifest, times 2.7
+    send_s: float = 0.27e-3  # of a batch: two streams, events, a copy and load_kv; fit: "store to pool"
     send_copy_s: float = 25e-6  # of a copy from a cached block: one of torch's operations
+    send_launch_s: float = 80e-6  # of load_layers: the slowest launch in README.md
     thread_bytes: float = 3.2e9  # read, checked and copied per second by a thread: 79 ms with one thread (README.md)
     num_threads: int = 4
-    contention: float = 1.6  # of launches while threads read and hand the GIL over; fit: rows "hkvd"
+    contention: float = 1.6  # of launches while threads read and hand the GIL over; fit: "hkvd"
     choose_s: float = 2e-3  # some 60 small operations
 
 
@@ -308,7 +311,7 @@ class Expected:
         chunks = math.ceil(num_tokens / self.CHUNK) + 1  # and the prefix
         begun = a.setup_s + design.lookups * a.lookup_s * chunks * num_layers
         if design.cached:
-            send_s = chunks * a.send_copy_s + 2 * self.host.slower * (a.driver_s + LAUNCH_S)  # the prefix is exact
+            send_s = chunks * a.send_copy_s + 2 * a.send_launch_s  # two, since the prefix is stored exactly
             sizes = [num_layers * group // design.groups for group in range(design.groups)]
             parts = [Part(layer, begun, send_s, kv_bytes / design.groups) for layer in sizes]
         else:
@@ -322,7 +325,6 @@ class Expected:
 
 
 BATCH_BYTES = 8 << 20  # of a batch from the store; the prefix is one of its own
-LAUNCH_S = 25e-6  # of Triton's launcher for a kernel with as many arguments as load_kv, here
 
 
 def host_times(slower: float) -> Host:

@@ -1,21 +1,16 @@
 """Write benchmarks/results/gpu_expected.md: the cost model (`cost.py`) beside the committed rows, and what it expects.
 
-    python benchmarks/gpu/expected.py
+python benchmarks/gpu/expected.py
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / part) for part in ("", "benchmarks", "store", "kernels")]
-
-from gpu.cost import MEASURED, NEW, RESULTS, SLOWER, Ceilings, Design, expected_s
+from gpu.cost import MEASURED, NEW, RESULTS, ROOT, SLOWER, Ceilings, Design, expected_s
 from gpu.log import Row
 
 from cacheblend_cli.model.families import spec_from_config
@@ -99,7 +94,7 @@ def page() -> str:
 
 def _introduction() -> Iterator[str]:
     yield "# Expected on a GPU\n"
-    yield "**Computed, not measured**, by `benchmarks/gpu/expected.py` with the cost model of `benchmarks/gpu/cost.py`."
+    yield "**Computed, not measured**, by `benchmarks/gpu/expected.py`, with the cost model of `benchmarks/gpu/cost.py`."
     yield "Host times of launches are measured on a machine without a GPU (`gpu_host.json`) and scaled; `Assumed` in"
     yield "`cost.py` says where every other number is from. Times in milliseconds; chunks of 512 tokens, int7, a question"
     yield "of 64 tokens, a warm process."
@@ -142,7 +137,14 @@ def _new() -> Iterator[str]:
             for case in (f"{selector} 0.15{more}" for selector in ("query", "hkvd") for more in ("", " uncorrected")):
                 loaded = card.expected(model, length, case, NEW)
                 pool = card.expected(model, length, f"{case} in the pool", NEW)
-                cells = (card.name, model, length, _ms(full), case, *(f"{_ms(s)} ({full / s:.1f})" for s in (loaded, pool)))
+                cells = (
+                    card.name,
+                    model,
+                    length,
+                    _ms(full),
+                    case,
+                    *(f"{_ms(s)} ({full / s:.1f})" for s in (loaded, pool)),
+                )
                 yield f"| {' | '.join(map(str, cells))} |"
 
 

@@ -10,10 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels import AttentionParams, KernelBackend, LayerCache, Slots, select_backend
+from cacheblend_kernels import (
+    AttentionParams,
+    KernelBackend,
+    LayerCache,
+    Regressed,
+    RegressionPrior,
+    Slots,
+    select_backend,
+)
 from gpu.context import Cases, Context, Rows
 from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
 from gpu.timing import Call, median_seconds, num_input_sets
@@ -153,4 +162,60 @@ def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
         yield Work("load_kv", f"{codec}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows + read)
 
 
-FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [_prefill_attention, _decode_attention, _load_kv]
+@dataclass(frozen=True)
+class Warps:
+    """A kernel that is launched with another number of warps."""
+
+    kernel: Any
+    num_warps: int
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        launch = self.kernel[grid]
+        return lambda *arguments, **options: launch(*arguments, **{**options, "num_warps": self.num_warps})
+
+
+def _correction(device: torch.device, tiny: bool) -> Iterator[Work]:
+    """The correction of a layer, of chunks of 512 tokens with a sixth or an eighth of them known, and with other
+    numbers of warps for the pivots of the inverse."""
+    (shape, num_rows, chunk), backend = (
+        (TINY, 64, 16) if tiny else (LLAMA_8B, 4096, 512),
+        select_backend("auto", device),
+    )
+    if not backend.has_correction:
+        return
+    from cacheblend_kernels.triton_backend import correction
+
+    num_bytes = 12 * num_rows * shape.num_kv_heads * shape.head_dim
+    starts = torch.arange(0, num_rows + 1, chunk, dtype=torch.int32, device=device)
+    prior, rotation = (
+        RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8),
+        rope_tables(num_rows, shape.head_dim, device),
+    )
+    size = (num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
+    caches = [
+        LayerCache(*torch.randn(2, *size, device=device, dtype=torch.bfloat16))
+        for _ in range(num_input_sets(num_bytes, device))
+    ]
+    for share, warps in ((6, 8), (8, 8), (6, 4), (6, 2), (6, 1)):
+        known = torch.arange(0, num_rows, share, dtype=torch.int32, device=device)
+        known_starts = torch.searchsorted(known, starts, out_int32=True)
+        average = torch.ones(len(starts) - 1, len(known), device=device) / len(known)
+        rows = Regressed(torch.arange(num_rows, device=device), starts, known, known_starts, average, chunk)
+        k, v = torch.randn(2, len(known), *size[2:], device=device, dtype=torch.bfloat16)
+        kernel = Warps(correction.inverse_kernel, warps)
+
+        def correct(cache: LayerCache, k: Tensor, v: Tensor, rows: Regressed, kernel: Warps) -> None:
+            with mock.patch.object(correction, "inverse_kernel", kernel):
+                backend.correct_stale(k, v, cache, rows, rotation, prior, False)
+
+        calls = [partial(correct, cache, k, v, rows, kernel) for cache in caches]
+        case = f"{num_rows} rows, {len(known)} known, {warps} warps for the inverse"
+        yield Work("correct_stale", case, calls, "copy", num_bytes=num_bytes)
+
+
+FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [
+    _prefill_attention,
+    _decode_attention,
+    _load_kv,
+    _correction,
+]
