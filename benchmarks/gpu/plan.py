@@ -32,7 +32,7 @@ PLAN = (
         "kernel speeds",
         "speeds",
         100,
-        "attention against its ceilings and SDPA, decoding and loading against the memory's, variants of the correction",
+        "attention against its ceilings, decoding and loading against the memory's, variants of the correction",
     ),
     Part("families", "families", 45, "small models of every family beside transformers in float64", processes=8),
     Part(

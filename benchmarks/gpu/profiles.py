@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,18 +31,13 @@ STAMPED: dict[str, tuple[Any, str]] = {
 """Functions, and methods with those of subclasses."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """Work of a GPU. start, end: milliseconds."""
+class Event(NamedTuple):
+    """Work of a GPU, in milliseconds."""
 
-    name: str
-    stream: int
     start: float
     end: float
-
-    @property
-    def is_copy(self) -> bool:
-        return self.name.startswith(("Memcpy", "Memset"))
+    name: str
+    stream: int
 
 
 def profile(run: Callable[[], object]) -> list[dict[str, Any]]:
@@ -55,7 +50,7 @@ def profile(run: Callable[[], object]) -> list[dict[str, Any]]:
         wall = time.perf_counter() - start
     return rows_of(
         [
-            Event(event.name, event.device_resource_id, event.time_range.start / 1e3, event.time_range.end / 1e3)
+            Event(event.time_range.start / 1e3, event.time_range.end / 1e3, event.name, event.device_resource_id)
             for event in profiler.events() or ()
             if event.device_type == torch.autograd.DeviceType.CUDA
         ],
@@ -63,15 +58,15 @@ def profile(run: Callable[[], object]) -> list[dict[str, Any]]:
     )
 
 
-def rows_of(events: Sequence[Event], wall_ms: float) -> list[dict[str, Any]]:
+def rows_of(events: list[Event], wall_ms: float) -> list[dict[str, Any]]:
     """Return {kernels, copies, busy_ms, wall_ms, busy_share, gaps, gap_ms}, then {kernel, count, ms} of those that take
     most. busy_ms: time with at least one kernel or copy running, on any stream; gaps: longer than GAP_MS on the
     stream with most kernels."""
-    kernels = [event for event in events if not event.is_copy]
-    streams = Counter(event.stream for event in kernels).most_common(1)
-    gaps = [gap for gap in _gaps([e for e in events if streams and e.stream == streams[0][0]]) if gap > GAP_MS]
-    span = max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
-    busy = span - sum(_gaps(events))
+    events = sorted(events)
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    computes = statistics.mode([event.stream for event in kernels] or [0])
+    gaps = [gap for gap in _gaps([event for event in events if event.stream == computes]) if gap > GAP_MS]
+    busy = max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0) - sum(_gaps(events))
     row = {"kernels": len(kernels), "copies": len(events) - len(kernels), "busy_ms": busy, "wall_ms": wall_ms}
     row |= {"busy_share": busy / wall_ms, "gaps": len(gaps), "gap_ms": sum(gaps)}
     took: dict[str, list[float]] = {}
@@ -81,13 +76,10 @@ def rows_of(events: Sequence[Event], wall_ms: float) -> list[dict[str, Any]]:
     return [row, *sorted(named, key=lambda row: row["ms"], reverse=True)[:TOP]]
 
 
-def _gaps(events: Iterable[Event]) -> Iterator[float]:
-    """Yield the milliseconds in which none of the events ran, between the first and the last."""
-    until: float | None = None
-    for event in sorted(events, key=lambda event: event.start):
-        if until is not None and event.start > until:
-            yield event.start - until
-        until = event.end if until is None else max(until, event.end)
+def _gaps(events: Sequence[Event]) -> list[float]:
+    """Return the milliseconds in which none of the events ran, between the first and the last."""
+    ends = accumulate((event.end for event in events), max)
+    return [after.start - end for end, after in zip(ends, events[1:], strict=False) if after.start > end]
 
 
 def stamps(run: Callable[[], object]) -> list[dict[str, Any]]:
@@ -102,17 +94,12 @@ def stamps(run: Callable[[], object]) -> list[dict[str, Any]]:
         begun = time.perf_counter()
         run()
         found["run"] = [(begun, time.perf_counter())]
-    return [
-        {
-            "host": what,
-            "count": len(calls),
-            "first_ms": (calls[0][0] - begun) * 1e3,
-            "ms": sum(end - start for start, end in calls) * 1e3,
-            "stamps": [[round((start - begun) * 1e3, 3), round((end - start) * 1e3, 3)] for start, end in calls],
-        }
-        for what, calls in found.items()
-        if calls
-    ]
+    rows = []
+    for what, calls in ((what, calls) for what, calls in found.items() if calls):
+        of_call = [[round((start - begun) * 1e3, 3), round((end - start) * 1e3, 3)] for start, end in calls]
+        ms = sum(took for _, took in of_call)
+        rows.append({"host": what, "count": len(calls), "first_ms": of_call[0][0], "ms": ms, "stamps": of_call})
+    return rows
 
 
 def _owners(owner: Any, name: str) -> list[Any]:

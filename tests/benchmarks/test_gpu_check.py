@@ -130,7 +130,6 @@ def test_kernels_are_checked_and_timed(here: Callable[..., dict[str, Any]], tmp_
     rows = {"rope_and_cache", "rope", "kv_deviation", "rms_norm", "act_and_mul"}
     assert {row["kernel"] for row in result["checks"]} >= kernels | rows
     assert {row["kernel"] for row in result["kernels"]} == kernels
-    assert any("SDPA" in row["case"] for row in result["kernels"])
     assert result["assumed"] == ["device_copy_gb_s", "matmul_tflop_s", "host_to_device_gb_s"]
     [report] = tmp_path.glob("*.md")
     assert "| matmul_tflop_s | 790, assumed |" in report.read_text()
@@ -303,8 +302,8 @@ def test_a_report_that_cannot_be_made_costs_no_rows(tmp_path: Path, monkeypatch:
 
 
 def test_a_profile_names_kernels_and_counts_gaps_of_the_stream_that_computes() -> None:
-    events = [Event("gemm", 7, 0.0, 1.0), Event("Memcpy HtoD", 8, 0.5, 1.5), Event("rope", 7, 1.02, 2.0)]
-    events += [Event("gemm", 7, 3.0, 4.0), Event("load_kv", 9, 2.5, 3.5)]
+    events = [Event(0.0, 1.0, "gemm", 7), Event(0.5, 1.5, "Memcpy HtoD", 8), Event(1.02, 2.0, "rope", 7)]
+    events += [Event(3.0, 4.0, "gemm", 7), Event(2.5, 3.5, "load_kv", 9)]
     row, *named = rows_of(events, 5.0)
     assert row == pytest.approx(
         {"kernels": 4, "copies": 1, "busy_ms": 3.5, "wall_ms": 5.0, "busy_share": 0.7, "gaps": 1, "gap_ms": 1.0}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from gpu.cost import MEASURED, NEW, Ceilings, Expected, host_times  # noqa: E402
-from gpu.expected import RESULTS, STEPS, cards, compared, off, page, spec_of, steps, whole  # noqa: E402
+from gpu.expected import RESULTS, STEPS, cards, compared, off, page, spec_of  # noqa: E402
 
 LENGTH, SUFFIX, KV_BYTES = 4096, 64, 220e6
 CEILINGS = Ceilings(793e12, 2.44e12, 55e9)
@@ -40,10 +40,10 @@ def test_the_model_gives_the_committed_rows_of_both_cards() -> None:
 
 def test_every_step_gains_and_no_prompt_of_a_small_model_is_slower_than_in_full() -> None:
     for card in cards():
-        times = steps(card, "llama-3.1-8b", LENGTH)
+        times = card.steps("llama-3.1-8b", LENGTH)
         assert sorted(times, reverse=True) == times
         assert len(set(times)) == len(STEPS)
-        assert card.expected("llama-3.2-1b", LENGTH, "query 0.15", NEW) < whole(card, "llama-3.2-1b", LENGTH)
+        assert card.expected("llama-3.2-1b", LENGTH, "query 0.15", NEW) < card.full("llama-3.2-1b", LENGTH)
 
 
 @pytest.mark.parametrize("selector", ["query", "hkvd"])
