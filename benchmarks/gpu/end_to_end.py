@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
+from unittest import mock
 
 import torch
 from decoded import read_kv
@@ -21,6 +22,7 @@ from gpu.context import Cases, Context, Rows
 from gpu.cost import Ceilings, decode_floor, expected_s
 from gpu.model import random_model, read_config, transformers_model
 from gpu.plan import LARGE
+from gpu.profiles import profile, stamps
 from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
@@ -32,6 +34,7 @@ from cacheblend_cli.engine.features.speculation import Speculation
 from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import reserve
+from cacheblend_cli.kv import loader
 from cacheblend_cli.types import BlendParams, SamplingParams
 
 PREFILLS = (
@@ -42,9 +45,13 @@ PREFILLS = (
     "hkvd 0.15 uncorrected",
     "query 0.15 in the pool",  # nothing is loaded
     "hkvd 0.15 in the pool",
+    "query 0.15 without graphs",
 )
 THEIRS = "transformers"
+WITHOUT_GRAPHS = " without graphs"
 FEW = ("full", "query 0.15", "hkvd 0.15")
+PROFILED = (*FEW, "query 0.15 in the pool")
+THREADS = (1, 2, 4, 8)  # that load
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 LOSSY = 0.1  # tolerance of logits over KV in few bits
 WARM_STEPS = 4  # of decoding: they capture the graph
@@ -79,6 +86,10 @@ def length_cases(context: Context, bench: Bench, length: int, prefills: tuple[st
 
     for name in (*prefills, THEIRS):
         yield case(name, "times", partial(times, bench, length, name))
+    for name in filter(prefills.__contains__, PROFILED):
+        if bench.device.type == "cuda":
+            yield case(f"{name}, profiled", "profiles", partial(observed, bench, length, name, profile))
+        yield case(f"{name}, host", "stamps", partial(observed, bench, length, name, stamps))
     yield case("load", "load", partial(load, bench, length))
     for batch in filter(partial(_fits, bench, length), bench.scenario.batches):
         yield case(f"decode, batch {batch}", "decode", partial(decode, bench, length, batch))
@@ -103,18 +114,34 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
     run = _run(bench, length, name)
     first_s, _ = run()
     found = [run() for _ in range(bench.scenario.reps)]
-    median, done = statistics.median(seconds for seconds, _ in found), found[-1][1]
-    row: dict[str, Any] = {"length": length, "case": name, "seconds": median, "first_run_s": first_s}
+    values, done = sorted(seconds for seconds, _ in found), found[-1][1]
+    row: dict[str, Any] = {"length": length, "case": name, "seconds": statistics.median(values)}
+    row |= {"p90_s": values[-(-9 * len(values) // 10) - 1], "first_run_s": first_s, "values": values}
     if not isinstance(done, Tensor):
         row["chosen"] = len((done.result if isinstance(done, Prefilled) else done).chosen)
         kv_bytes = done.result.loader.num_bytes if isinstance(done, Prefilled) else 0
-        suffix, case = bench.scenario.suffix, name.removesuffix(" in the pool")
-        row["expected_s"] = expected_s(bench.model.spec, bench.ceilings, length, suffix, case, kv_bytes)
+        if not name.endswith(WITHOUT_GRAPHS):
+            suffix = bench.scenario.suffix
+            row["expected_s"] = expected_s(bench.model.spec, bench.ceilings, length, suffix, name, kv_bytes)
         loaders = [one.result.loader for _, one in found if isinstance(one, Prefilled)] if kv_bytes else []
         if loaders:
             row["load_gb_s"] = kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
             row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
     return [row]
+
+
+def observed(
+    bench: Bench, length: int, name: str, observe: Callable[[Callable[[], object]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the rows of one run, warm; what is in the pool is loaded before."""
+    for _ in range(2):  # the second captures
+        _run(bench, length, name)()
+    if name.endswith("in the pool"):
+        with bench.loaded(length, _blend(name)) as compute:
+            rows = observe(compute)
+    else:
+        rows = observe(_run(bench, length, name))
+    return [{"length": length, "case": name, **row} for row in rows]
 
 
 Done = Prefilled | PrefillResult | Tensor
@@ -123,6 +150,8 @@ Done = Prefilled | PrefillResult | Tensor
 def _run(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Done]]:
     if name == THEIRS:
         return partial(bench.run_theirs, length)
+    if name.endswith(WITHOUT_GRAPHS):
+        return mock.patch.object(bench.memory.pool, "layer_graphs", None)(partial(bench.run, length, _blend(name)))
     return partial(bench.run_in_pool if name.endswith("in the pool") else bench.run, length, _blend(name))
 
 
@@ -135,7 +164,15 @@ def _blend(name: str) -> BlendParams:
 
 
 def load(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Measure store (page cache) to pool, with digests checked and nothing else running."""
+    """Measure store (page cache) to pool, with digests checked and nothing else running; on a GPU also by threads."""
+    rows = [{"case": "store to pool", **_loaded(bench, length)}]
+    for threads in THREADS if bench.device.type == "cuda" else ():
+        with mock.patch.object(loader, "num_workers", lambda at_most, threads=threads: threads):
+            rows.append({"case": f"store to pool, {threads} threads", **_loaded(bench, length)})
+    return rows
+
+
+def _loaded(bench: Bench, length: int) -> dict[str, Any]:
     found = []
     for _ in range(1 + bench.scenario.reps):
         start = time.perf_counter()
@@ -144,8 +181,7 @@ def load(bench: Bench, length: int) -> list[dict[str, Any]]:
             found.append(time.perf_counter() - start)
     seconds = statistics.median(found[1:])
     speed, ceiling = loaded.num_bytes / seconds / 1e9, bench.ceilings.bus / 1e9
-    row = {"length": length, "case": "store to pool", "bytes": loaded.num_bytes, "seconds": seconds, "gb_s": speed}
-    return [{**row, "share": speed / ceiling}]
+    return {"length": length, "bytes": loaded.num_bytes, "seconds": seconds, "gb_s": speed, "share": speed / ceiling}
 
 
 def decode(bench: Bench, length: int, batch: int, proposals: int = 0) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 OVER = ("done", "fault", "skipped")
 ASSUMED = {"device_copy_gb_s": 3000.0, "matmul_tflop_s": 790.0, "host_to_device_gb_s": 55.0}
 """An H100's ceilings, used where one could not be measured."""
-PARTS = ("environment", "times", "profiles", "load", "decode", "checks", "kernels", "commands")
+PARTS = ("environment", "times", "profiles", "stamps", "load", "decode", "checks", "kernels", "commands")
 
 Line = dict[str, Any]
 Row = dict[str, Any]
@@ -106,7 +106,7 @@ def assemble(lines: list[Line], on: str, tiny: bool, earlier: Row | None = None)
     if earlier:
         steps = {line["step"] for line in lines if line["event"] == "ready"}
         for part in PARTS:
-            result[part] = [row for row in earlier[part] if row["step"] not in steps] + result[part]
+            result[part] = [row for row in earlier.get(part, ()) if row["step"] not in steps] + result[part]
         for part in ("faults", "skipped"):
             result[part] = [line for line in earlier[part] if not line.startswith(tuple(steps))] + result[part]
     result["times"] = with_speedups(result["times"])

@@ -21,17 +21,18 @@ PLAN = (
     Part(
         "llama-3.1-8b",
         "end_to_end",
-        130,
+        200,
         "full prefill, `query` .15 with the default codec, `hkvd` .15, both uncorrected, both with their KV in the pool, "
-        "transformers; loading, decoding at batch 1, 8 and 32, first token; longer prompts",
+        "`query` without graphs, transformers; kernels by name, gaps and stamps of the host; loading by threads; decoding "
+        "at batch 1, 8 and 32, first token; longer prompts",
     ),
     Part("kernel checks", "checks", 60, "every kernel against fp64", processes=8),
-    Part("llama-3.2-1b", "end_to_end", 50, "the same for a small model"),
+    Part("llama-3.2-1b", "end_to_end", 60, "the same for a small model"),
     Part(
         "kernel speeds",
         "speeds",
-        100,
-        "attention against its ceilings and SDPA, decoding and loading against the memory's",
+        90,
+        "attention against its ceilings, decoding and loading against the memory's, variants of the correction",
     ),
     Part("families", "families", 45, "small models of every family beside transformers in float64", processes=8),
     Part(

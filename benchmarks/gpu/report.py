@@ -10,10 +10,11 @@ from gpu.plan import LARGE, PLAN
 SHORT = 4096
 Row = dict[str, Any]
 COLUMNS = {
-    "times": "length case seconds expected_s floor_s share speedup speedup_ceiling load_gb_s stall_s first_run_s",
+    "times": "length case seconds p90_s expected_s floor_s share speedup speedup_ceiling load_gb_s stall_s first_run_s",
     "load": "length case bytes seconds gb_s share tokens_per_s codec",
     "decode": "length case first_token_s tokens_per_s step_s floor_s share",
-    "profiles": "length case kernels copies busy_ms wall_ms busy_share",
+    "profiles": "length case kernels copies busy_ms wall_ms busy_share gaps gap_ms kernel count ms",
+    "stamps": "length case host count first_ms ms",
     "kernels": "kernel case seconds tflop_s gb_s share",
     "commands": "case seconds ok told",
 }
@@ -60,7 +61,7 @@ def _lines(result: Row) -> Iterator[str]:
     yield from _checks(result["checks"])
     for step in (part.name for part in PLAN):
         for part, columns in COLUMNS.items():
-            rows = [row for row in result[part] if row["step"] == step]
+            rows = [row for row in result.get(part, ()) if row["step"] == step]
             keys = [key for key in columns.split() if any(key in row for row in rows)]
             if rows:
                 yield f"\n## {step}: {part}\n"

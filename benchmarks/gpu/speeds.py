@@ -10,42 +10,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from cacheblend_kernels import AttentionParams, KernelBackend, LayerCache, Slots, select_backend
+from cacheblend_kernels import (
+    AttentionParams,
+    KernelBackend,
+    LayerCache,
+    Regressed,
+    RegressionPrior,
+    Slots,
+    select_backend,
+)
 from gpu.context import Cases, Context, Rows
 from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
 from gpu.timing import Call, median_seconds, num_input_sets
 from kernel_references import stored_chunks, stored_layers
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128)
 TINY = Shape("tiny", num_heads=4, num_kv_heads=2, head_dim=32)
 SUFFIX = 64
-PLANNED_ROWS = 256
-SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-
-
-def sdpa_prefill(q: Tensor, cache: LayerCache, first_slot: int, scale: float, kernel: str) -> Tensor:
-    """Causal attention of rows 0..n-1, [n, num_heads, head_dim], over the pool's slots first_slot..first_slot + n - 1.
-
-    kernel: the SDPA backend. cuDNN makes a plan per length, so lengths are padded to multiples of PLANNED_ROWS, with
-    zeros after a copy of K and V, since unused slots of the pool may hold NaN. No row sees the padding.
-    """
-    num_rows, (num_kv_heads, head_dim) = q.shape[0], cache.k.shape[2:]
-    missing = -num_rows % PLANNED_ROWS if kernel == "cudnn" else 0
-
-    def laid_out(x: Tensor) -> Tensor:  # [1, heads, rows, head_dim]
-        return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).transpose(0, 1)[None]
-
-    k, v = (pool.view(-1, num_kv_heads, head_dim)[first_slot : first_slot + num_rows] for pool in (cache.k, cache.v))
-    with sdpa_kernel(SDPA[kernel]):
-        out = F.scaled_dot_product_attention(
-            laid_out(q), laid_out(k), laid_out(v), is_causal=True, scale=scale, enable_gqa=True
-        )
-    return out[0].transpose(0, 1)[:num_rows].contiguous()
 
 
 @dataclass(frozen=True)
@@ -104,18 +89,9 @@ def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
         for kind in ("full", "scattered 15%", "suffix", "full paged"):
             inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
             flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
-            calls: dict[str, Call] = {
-                backend.name: partial(backend.prefill_attention, inputs.q, inputs.cache, inputs.meta, params)
-            }
-            if kind == "full":
-                slot = inputs.meta.contiguous_slot
-                for kernel in ("cudnn", "flash") if device.type == "cuda" else ("flash",):
-                    calls[f"SDPA by {kernel}"] = partial(
-                        sdpa_prefill, inputs.q, inputs.cache, slot, params.scale, kernel
-                    )
-            for name, call in calls.items():
-                case = f"{shape.name} N={length} {kind}, {inputs.q.shape[0]} rows, {name}"
-                yield Work("prefill_attention", case, [call], "matmul", flops=flops)
+            call = partial(backend.prefill_attention, inputs.q, inputs.cache, inputs.meta, params)
+            case = f"{shape.name} N={length} {kind}, {inputs.q.shape[0]} rows, {backend.name}"
+            yield Work("prefill_attention", case, [call], "matmul", flops=flops)
 
 
 def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
@@ -163,4 +139,44 @@ def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
         )
 
 
-FAMILIES: list[Callable[[torch.device, bool], Iterator[Work]]] = [_prefill_attention, _decode_attention, _load_kv]
+def _correction(device: torch.device, tiny: bool) -> Iterator[Work]:
+    """The correction of a layer, of chunks of 512 tokens with a sixth or an eighth of them known, and with other
+    numbers of warps for the pivots of the inverse."""
+    (shape, num_rows, chunk), backend = (
+        (TINY, 64, 16) if tiny else (LLAMA_8B, 4096, 512),
+        select_backend("auto", device),
+    )
+    if not backend.has_correction:
+        return
+    from cacheblend_kernels.triton_backend import correction
+
+    inverse, size = correction.inverse_kernel, (64, shape.num_kv_heads, shape.head_dim)
+    starts = torch.arange(0, num_rows + 1, chunk, dtype=torch.int32, device=device)
+    prior, rotation = (
+        RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8),
+        rope_tables(num_rows, shape.head_dim, device),
+    )
+    num_bytes = 12 * num_rows * shape.num_kv_heads * shape.head_dim
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    caches = [LayerCache(*draw(2, num_rows // 64, *size)) for _ in range(num_input_sets(num_bytes, device))]
+
+    def correct(cache: LayerCache, k: Tensor, v: Tensor, rows: Regressed, warps: int) -> None:
+        with mock.patch.object(correction, "inverse_kernel") as patched:
+            patched.__getitem__.side_effect = lambda grid: (
+                lambda *a, **of: inverse[grid](*a, **{**of, "num_warps": warps})
+            )
+            backend.correct_stale(k, v, cache, rows, rotation, prior, False)
+
+    for share, warps in ((6, 8), (8, 8), (6, 4), (6, 2), (6, 1)):
+        known = torch.arange(0, num_rows, share, dtype=torch.int32, device=device)
+        known_starts = torch.searchsorted(known, starts, out_int32=True)
+        average = torch.ones(len(starts) - 1, len(known), device=device) / len(known)
+        rows = Regressed(torch.arange(num_rows, device=device), starts, known, known_starts, average, chunk)
+        k, v = draw(2, len(known), *size[1:])
+        calls = [partial(correct, cache, k, v, rows, warps) for cache in caches]
+        case = f"{num_rows} rows, {len(known)} known, {warps} warps for the inverse"
+        yield Work("correct_stale", case, calls, "copy", num_bytes=num_bytes)
+
+
+Family = Callable[[torch.device, bool], Iterator[Work]]
+FAMILIES: list[Family] = [_prefill_attention, _decode_attention, _load_kv, _correction]

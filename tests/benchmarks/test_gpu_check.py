@@ -29,6 +29,7 @@ from gpu.end_to_end import FEW, PREFILLS, prepare  # noqa: E402
 from gpu.log import Log, assemble  # noqa: E402
 from gpu.model import read_config  # noqa: E402
 from gpu.plan import PLAN, Part  # noqa: E402
+from gpu.profiles import Event, rows_of  # noqa: E402
 from gpu.report import markdown  # noqa: E402
 from gpu.runner import Clock, Runner  # noqa: E402
 
@@ -95,7 +96,8 @@ def test_a_model_is_measured_from_question_to_answer(here: Callable[..., dict[st
         ]
         for row in rows:
             assert row["seconds"] > 0
-            assert row["case"] == "transformers" or row["expected_s"] > 0
+            assert row["case"].endswith(("transformers", "without graphs")) or row["expected_s"] > 0
+            assert row["seconds"] <= row["p90_s"] == max(row["values"])  # of one run here
             blended = row["case"].startswith(("query", "hkvd"))
             assert ("load_gb_s" in row) == (blended and not row["case"].endswith("pool"))
             if row["case"] != "transformers":  # prefix and suffix aside
@@ -106,6 +108,16 @@ def test_a_model_is_measured_from_question_to_answer(here: Callable[..., dict[st
         assert [(r["length"], r["case"]) for r in decoded] == [(n, name) for n in lengths for name in names]
         assert [row["tokens"] for row in decoded if "proposals" not in row["case"]] == [6, 12] * len(lengths)
         assert all(row["first_token_s"] > 0 for row in decoded)
+    seen = {
+        (r["step"], r["case"]): {s["host"] for s in result["stamps"] if s["case"] == r["case"]}
+        for r in result["stamps"]
+    }
+    assert seen["llama-3.1-8b", "query 0.15"] == {"plan", "find", "open", "wait", "choose", "run"}
+    assert seen["llama-3.1-8b", "query 0.15 in the pool"] == {
+        "wait",
+        "choose",
+        "run",
+    }  # what is loaded before is not seen
     stored = [row for row in result["load"] if row["case"] == "precompute"]
     assert {row["codec"] for row in stored} == {"int7"}  # the default, at every length once
     assert len(stored) == 3
@@ -118,7 +130,6 @@ def test_kernels_are_checked_and_timed(here: Callable[..., dict[str, Any]], tmp_
     rows = {"rope_and_cache", "rope", "kv_deviation", "rms_norm", "act_and_mul"}
     assert {row["kernel"] for row in result["checks"]} >= kernels | rows
     assert {row["kernel"] for row in result["kernels"]} == kernels
-    assert any("SDPA" in row["case"] for row in result["kernels"])
     assert result["assumed"] == ["device_copy_gb_s", "matmul_tflop_s", "host_to_device_gb_s"]
     [report] = tmp_path.glob("*.md")
     assert "| matmul_tflop_s | 790, assumed |" in report.read_text()
@@ -290,14 +301,28 @@ def test_a_report_that_cannot_be_made_costs_no_rows(tmp_path: Path, monkeypatch:
     assert json.loads((tmp_path / "gpu-x.json").read_text())["ceilings"]["device_copy_gb_s"] == 1.0
 
 
+def test_a_profile_names_kernels_and_counts_gaps_of_the_stream_that_computes() -> None:
+    events = [Event(0.0, 1.0, "gemm", 7), Event(0.5, 1.5, "Memcpy HtoD", 8), Event(1.02, 2.0, "rope", 7)]
+    events += [Event(3.0, 4.0, "gemm", 7), Event(2.5, 3.5, "load_kv", 9)]
+    row, *named = rows_of(events, 5.0)
+    assert row == pytest.approx(
+        {"kernels": 4, "copies": 1, "busy_ms": 3.5, "wall_ms": 5.0, "busy_share": 0.7, "gaps": 1, "gap_ms": 1.0}
+    )
+    assert named[0] == {"kernel": "gemm", "count": 2, "ms": pytest.approx(2.0)}
+    assert {one["kernel"] for one in named} == {"gemm", "rope", "load_kv", "Memcpy HtoD"}
+    assert rows_of([], 1.0)[0]["busy_ms"] == 0.0
+
+
 def test_a_profile_and_the_targets_are_reported() -> None:
     where = {"step": "llama-3.1-8b", "case": "", "process": 0, "event": "row"}
     profile = {"length": 4096, "case": "full", "kernels": 197, "copies": 3, "busy_ms": 14.5, "wall_ms": 20.0}
+    kernel = {"length": 4096, "case": "full", "kernel": "inverse_kernel", "count": 31, "ms": 5.0}
     times = [{"length": 4096, "case": c, "seconds": s} for c, s in (("full", 0.1), ("query 0.15", 0.025))]
-    lines = [{**where, "part": "profiles", "row": {**profile, "busy_share": 0.725}}]
+    lines = [{**where, "part": "profiles", "row": row} for row in ({**profile, "busy_share": 0.725}, kernel)]
     lines += [{**where, "case": row["case"], "part": "times", "row": row} for row in times]
     report = markdown(assemble(lines, HERE, tiny=False))
     assert "| 4096 | full | 197 | 3 | 14.5 | 20 | 0.725 |" in report
+    assert "| inverse_kernel | 31 | 5 |" in report
     assert "| the default at .15 over full prefill | 3 | 4 | yes |" in report
 
 
