@@ -193,6 +193,12 @@ class Bench:
         logits.argmax().item()
         return time.perf_counter() - start, logits.float()
 
+    def capture(self) -> None:
+        """Capture the graphs that prompts lacked, as an idle engine does."""
+        graphs = getattr(self.memory.runner, "layer_graphs", None)
+        while graphs is not None and graphs.capture_next():
+            pass
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -201,11 +207,13 @@ class Bench:
 class Loaded:
     """Context manager that holds the stored KV of a prompt in the pool, without computing."""
 
-    def __init__(self, bench: Bench, length: int) -> None:
+    def __init__(self, bench: Bench, length: int, *, cached: bool = False) -> None:
+        """cached: whether the chunks come from the host cache, if they were loaded before."""
         prefix, key = bench.collection.prefix_ids, bench.collection.prefix_key
         self.plan = plan_prompt(prefix, bench.inputs(length), bench.suffix, prefix_key=key, reuse=True)
         self.sequence = bench.memory.pool.new_sequence(length)
-        self._loader = make_loader(bench.model.decoder, bench.store, self.sequence, self.plan)
+        cache = bench.memory.host_cache if cached else None
+        self._loader = make_loader(bench.model.decoder, bench.store, self.sequence, self.plan, cache)
         self._num_layers = bench.model.spec.num_layers
 
     def __enter__(self) -> Loaded:

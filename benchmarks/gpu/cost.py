@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_cli.blend.policy import tiled_count
+from cacheblend_cli.blend.selectors import budget
 from cacheblend_cli.model.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,15 +94,17 @@ class Design:
     replays: int = 1  # of a layer of few rows
     graphed: bool = True  # probe and correction are part of the graph
     copies: int = 0  # of activations into graphs' buffers, a layer
-    pivot_s: float = 40e-6 / 96  # a step of the elimination that inverts a chunk's covariance; 96 steps for 85 rows
+    # a step of the elimination that inverts a chunk's covariance: half of what it took, by instructions and barriers
+    pivot_s: float = 84e-6 / 96
     nearest: bool = True  # rows are rounded to the nearest tile, else up
     choose_share: float = 1 / 3  # of `Assumed.choose_s`
+    setup_share: float = 0.5  # of `Assumed.setup_s`; here .31 ms for a prefix and eight cached chunks, times 2.7 to 3.7
     probed: float = 5 / 6  # layers behind the first third of them whose attention is recorded end here
     slice_rows: int = 2048  # of a full prefill
 
 
-MEASURED = Design(True, False, 0, 2, False, 6, 168e-6 / 96, False, 1.0)
-"""The code of the committed rows; `inverse_kernel` took 168 us there."""
+MEASURED = Design(True, False, 0, 2, False, 6, 168e-6 / 96, False, 1.0, 1.0)
+"""The code of the committed rows; `inverse_kernel` took 168 us there, for 96 steps."""
 NEW = Design()
 MOST_ROWS = 1024  # of a layer as a graph
 
@@ -223,7 +227,7 @@ class Gpu:
         memory += 4.0 * known * (4 * width + 3 * chunk) / cached
         flops = 2.0 * known * chunk * width / (a.attention_share * self.ceilings.flops)
         flops += 2.0 * known * (chunk + each) * width / (a.fp32_share * self.ceilings.flops)
-        return memory + flops + math.ceil(fullest * each / 32) * 32 * pivot_s + 7 * a.kernel_s
+        return memory + flops + math.ceil(fullest * each / 32) * 32 * pivot_s + 8 * a.kernel_s
 
 
 class Expected:
@@ -253,8 +257,11 @@ class Expected:
 
     def rows(self, num_tokens: int, suffix: int, ratio: float) -> int:
         """Return the rows of a layer: recomputed and fresh ones, in whole tiles."""
-        tiles = (ratio * (num_tokens - suffix) + suffix) / self.assumed.tile[0]
-        return (max(1, round(tiles)) if self.design.nearest else math.ceil(tiles)) * self.assumed.tile[0]
+        tile, total = self.assumed.tile[0], num_tokens - suffix
+        count = budget(ratio, total)
+        return suffix + (
+            tiled_count(count, total, suffix, tile) if self.design.nearest else count + -(count + suffix) % tile
+        )
 
     def blended(
         self, selector: str, num_tokens: int, suffix: int, ratio: float, *, corrected: bool, kv_bytes: float = 0.0
@@ -309,7 +316,7 @@ class Expected:
         if not kv_bytes:
             return Queue(a, self.ceilings.bus, 0.0, [])
         chunks = math.ceil(num_tokens / self.CHUNK) + 1  # and the prefix
-        begun = a.setup_s + design.lookups * a.lookup_s * chunks * num_layers
+        begun = design.setup_share * a.setup_s + design.lookups * a.lookup_s * chunks * num_layers
         if design.cached:
             send_s = chunks * a.send_copy_s + 2 * a.send_launch_s  # two, since the prefix is stored exactly
             sizes = [num_layers * group // design.groups for group in range(design.groups)]

@@ -45,10 +45,11 @@ PREFILLS = (
     "hkvd 0.15 uncorrected",
     "query 0.15 in the pool",  # nothing is loaded
     "hkvd 0.15 in the pool",
+    "query 0.15 from the store",  # not from the host cache
     "query 0.15 without graphs",
 )
 THEIRS = "transformers"
-WITHOUT_GRAPHS = " without graphs"
+WITHOUT_CACHE, WITHOUT_GRAPHS = " from the store", " without graphs"
 FEW = ("full", "query 0.15", "hkvd 0.15")
 PROFILED = (*FEW, "query 0.15 in the pool")
 THREADS = (1, 2, 4, 8)  # that load
@@ -113,6 +114,7 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
     """Return time to the first token of one case: the median of several runs after a warm-up."""
     run = _run(bench, length, name)
     first_s, _ = run()
+    bench.capture()
     found = [run() for _ in range(bench.scenario.reps)]
     values, done = sorted(seconds for seconds, _ in found), found[-1][1]
     row: dict[str, Any] = {"length": length, "case": name, "seconds": statistics.median(values)}
@@ -120,7 +122,7 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
     if not isinstance(done, Tensor):
         row["chosen"] = len((done.result if isinstance(done, Prefilled) else done).chosen)
         kv_bytes = done.result.loader.num_bytes if isinstance(done, Prefilled) else 0
-        if not name.endswith(WITHOUT_GRAPHS):
+        if not name.endswith((WITHOUT_CACHE, WITHOUT_GRAPHS)):
             suffix = bench.scenario.suffix
             row["expected_s"] = expected_s(bench.model.spec, bench.ceilings, length, suffix, name, kv_bytes)
         loaders = [one.result.loader for _, one in found if isinstance(one, Prefilled)] if kv_bytes else []
@@ -134,8 +136,9 @@ def observed(
     bench: Bench, length: int, name: str, observe: Callable[[Callable[[], object]], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Return the rows of one run, warm; what is in the pool is loaded before."""
-    for _ in range(2):  # the second captures
+    for _ in range(2):
         _run(bench, length, name)()
+        bench.capture()
     if name.endswith("in the pool"):
         with bench.loaded(length, _blend(name)) as compute:
             rows = observe(compute)
@@ -150,6 +153,9 @@ Done = Prefilled | PrefillResult | Tensor
 def _run(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Done]]:
     if name == THEIRS:
         return partial(bench.run_theirs, length)
+    if name.endswith(WITHOUT_CACHE):
+        memory = replace(bench.memory, host_cache=None)
+        return mock.patch.object(bench.runtime, "_memory", memory)(partial(bench.run, length, _blend(name)))
     if name.endswith(WITHOUT_GRAPHS):
         return mock.patch.object(bench.memory.pool, "layer_graphs", None)(partial(bench.run, length, _blend(name)))
     return partial(bench.run_in_pool if name.endswith("in the pool") else bench.run, length, _blend(name))
@@ -166,17 +172,19 @@ def _blend(name: str) -> BlendParams:
 def load(bench: Bench, length: int) -> list[dict[str, Any]]:
     """Measure store (page cache) to pool, with digests checked and nothing else running; on a GPU also by threads."""
     rows = [{"case": "store to pool", **_loaded(bench, length)}]
+    if bench.memory.host_cache is not None:
+        rows.append({"case": "host cache to pool", **_loaded(bench, length, cached=True)})
     for threads in THREADS if bench.device.type == "cuda" else ():
         with mock.patch.object(loader, "num_workers", lambda at_most, threads=threads: threads):
             rows.append({"case": f"store to pool, {threads} threads", **_loaded(bench, length)})
     return rows
 
 
-def _loaded(bench: Bench, length: int) -> dict[str, Any]:
+def _loaded(bench: Bench, length: int, *, cached: bool = False) -> dict[str, Any]:
     found = []
     for _ in range(1 + bench.scenario.reps):
         start = time.perf_counter()
-        with Loaded(bench, length) as loaded:
+        with Loaded(bench, length, cached=cached) as loaded:
             bench.synchronize()
             found.append(time.perf_counter() - start)
     seconds = statistics.median(found[1:])

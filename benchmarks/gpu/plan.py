@@ -23,7 +23,7 @@ PLAN = (
         "end_to_end",
         200,
         "full prefill, `query` .15 with the default codec, `hkvd` .15, both uncorrected, both with their KV in the pool, "
-        "`query` without graphs, transformers; kernels by name, gaps and stamps of the host; loading by threads; decoding "
+        "`query` without the host cache and without graphs, transformers; kernels by name, gaps and stamps of the host; loading by threads; decoding "
         "at batch 1, 8 and 32, first token; longer prompts",
     ),
     Part("kernel checks", "checks", 60, "every kernel against fp64", processes=8),

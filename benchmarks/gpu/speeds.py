@@ -170,8 +170,8 @@ def _correction(device: torch.device, tiny: bool) -> Iterator[Work]:
     for share, warps in ((6, 8), (8, 8), (6, 4), (6, 2), (6, 1)):
         known = torch.arange(0, num_rows, share, dtype=torch.int32, device=device)
         known_starts = torch.searchsorted(known, starts, out_int32=True)
-        average = torch.ones(len(starts) - 1, len(known), device=device) / len(known)
-        rows = Regressed(torch.arange(num_rows, device=device), starts, known, known_starts, average, chunk)
+        fresh = torch.arange(len(known), device=device)
+        rows = Regressed(torch.arange(num_rows, device=device), starts, known, known_starts, fresh, chunk)
         k, v = draw(2, len(known), *size[1:])
         calls = [partial(correct, cache, k, v, rows, warps) for cache in caches]
         case = f"{num_rows} rows, {len(known)} known, {warps} warps for the inverse"
