@@ -25,7 +25,7 @@ def group_layers(decoder: Decoder, spans: Sequence[Segment]) -> int:
     """Return the most layers of a group. spans: chunks, in the codec of their records."""
     num_layers, kinds = len(decoder.spec.kv_shapes), set(decoder.spec.kv_shapes)
     of_layer = max(sum(layer_layout(s.codec, s.num_tokens, *heads).num_bytes for s in spans) for heads in kinds)
-    return max(1, min(-(-num_layers // GROUPS), STAGED_BYTES // of_layer))
+    return max(1, min(-(-num_layers // GROUPS), STAGED_BYTES // max(1, of_layer)))
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class Metrics(Collector):
         self._chunks = Counter(
             "cacheblend_chunks", "Prompt chunks by origin of their KV", ["status"], registry=self._registry
         )
-        self._loaded = Counter("cacheblend_kv_loaded_bytes", "Bytes of KV read from the store", registry=self._registry)
+        self._loaded = Counter(
+            "cacheblend_kv_loaded_bytes", "Bytes of stored KV that were loaded", registry=self._registry
+        )
 
     def request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()

@@ -85,7 +85,7 @@ class Timing:
 
     process_s: float  # from the start of the process to the first token
     model_load_s: float  # loading the model; 0 in a running engine
-    kv_load_s: float  # reading stored KV, mostly while layers are computed
+    kv_load_s: float  # loading stored KV, mostly while layers are computed
     kv_load_stall_s: float  # part of the prefill in which computing waited for stored KV
     prefill_s: float  # prefill on the device, waits for KV included
     ttft_s: float  # from the loaded model and the known question to the first token
@@ -165,7 +165,7 @@ class Answer:
     recompute_fraction: float  # work done on the reusable tokens, as a share of computing all of them, 0 to 1
     chunks: list[ChunkUse]  # chunks, in the order of the prompt
     timing: Timing  # durations
-    kv_bytes_loaded: int  # bytes of stored KV that were read
+    kv_bytes_loaded: int  # bytes of stored KV that were loaded
     prompt_ids: list[int]  # with --ids: token ids of the prompt
     generated_ids: list[int]  # with --ids: token ids of the answer
     verify: Verification | None = None  # with --verify

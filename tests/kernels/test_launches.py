@@ -32,9 +32,12 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker.memory import warm_up
+from cacheblend_cli.kv import loading
 from cacheblend_cli.kv.layer_graphs import LayerGraphs
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.staging import Staging, group_layers
+from cacheblend_cli.kv.stored_prompt import StoredPrompt, layer_groups
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -269,6 +272,21 @@ def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.default_codec
+class StagingLoader(KVLoader):
+    """Places zeros as a GPU's loader places a prompt's stored KV."""
+
+    def __init__(self, stored: StoredPrompt) -> None:
+        decoder, spans = stored.decoder, stored.spans
+        groups = layer_groups(decoder, group_layers(decoder, spans))
+        self._staging = Staging(decoder, stored.sequence, spans, stored.rope_len, groups)
+        self._zeros = torch.zeros(self._staging.num_bytes, dtype=torch.uint8)
+        self._groups = {group.layers[0]: group for group in groups}
+
+    def wait(self, layer: int) -> None:
+        if layer in self._groups:
+            self._staging.place(self._groups[layer], self._zeros)
+
+
 @pytest.mark.parametrize(
     ("family", "float8", "selector"),
     [
@@ -284,6 +302,7 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
     write_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
     (tmp_path / "a.md").write_text("\n\n".join(" ".join(WORDS[p : p + 3]) + f" {p}." for p in range(3)) + "\n")
     give_zeros(monkeypatch)
+    monkeypatch.setattr(loading, "HostLoader", StagingLoader)
     with recorded(90) as launches:
         engine = Engine.load(
             EngineConfig(
