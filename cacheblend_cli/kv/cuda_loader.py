@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheblend_cli.kv.host_cache import Block, HostCache
 from cacheblend_cli.kv.load_queue import Part, num_workers, workers
 from cacheblend_cli.kv.loader import StoredLoader
-from cacheblend_cli.kv.staging import Staging, group_layers
+from cacheblend_cli.kv.staging import STAGED_BYTES, Staging, group_layers
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
 from cacheblend_cli.kv.transfer import STAGES, CudaTransfer
 from cacheblend_cli.model.host_memory import available_memory
@@ -26,7 +26,16 @@ def warm_up_loading(device: torch.device, gib: float | None, num_ranks: int) -> 
     CudaTransfer(device)
     workers(num_workers(MOST_WORKERS))
     num_bytes = int(FREE_SHARE * (available_memory() or 0)) if gib is None else int(gib * 2**30)
-    return HostCache(num_bytes // num_ranks)
+    cache = HostCache(num_bytes // num_ranks)
+    if cache.is_off:
+        host_buffers(0)
+    return cache
+
+
+def host_buffers(num_bytes: int) -> list[Tensor]:
+    """Return pinned buffers of at least num_bytes, usually those of an earlier prompt: PyTorch keeps them by size."""
+    size = max(num_bytes, STAGED_BYTES)
+    return list(torch.empty(STAGES * size, dtype=torch.uint8, pin_memory=True).split(size))
 
 
 class CudaLoader(StoredLoader):
@@ -68,8 +77,7 @@ class CudaLoader(StoredLoader):
             self._take_blocks()
             self._staging = Staging(stored.decoder, stored.sequence, stored.spans, stored.rope_len, self._groups)
             if any(chunk not in self._blocks for chunk in self._to_read):
-                memory = torch.empty(STAGES * self._staging.num_bytes, dtype=torch.uint8, pin_memory=True)
-                self._buffers = list(memory.split(self._staging.num_bytes))
+                self._buffers = host_buffers(self._staging.num_bytes)
             self._transfer.open(self._staging.num_bytes)
             super().open()
         except BaseException:
@@ -111,7 +119,6 @@ class CudaLoader(StoredLoader):
             return
         self._transfer.arrive()
         while self._num_sent <= group:
-            self._queue.wait(self._num_sent)
             self._send(self._num_sent)
         self._transfer.join(group)
         self._num_joined = group + 1
@@ -119,6 +126,8 @@ class CudaLoader(StoredLoader):
             self._send(self._num_sent)  # to be copied during the layers of this group
 
     def _send(self, number: int) -> None:
+        """Queue the copies and launches of a group, once the host has it. Raises BadChunk."""
+        self._queue.wait(number)
         assert self._staging is not None
         group = self._groups[number]
         starts = self._staging.starts[group.heads]

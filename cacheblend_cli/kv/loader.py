@@ -83,14 +83,17 @@ class StoredLoader(KVLoader):
     def open(self) -> Self:
         self._queue = LoadQueue([(n, i) for n in range(len(self._groups)) for i in self._chunks_to_read()])
         if not self._queue.is_taken:
-            self._reader = self._reading.enter_context(self._stored.source.read())
             try:
-                self._begin(self._reader)
+                self._begin(self._snapshot())
             except BaseException:
                 self._reading.close()
                 raise
             self._start(self._num_workers)
         return self
+
+    def _snapshot(self) -> ChunkReader:
+        self._reader = self._reader or self._reading.enter_context(self._stored.source.read())
+        return self._reader
 
     def _chunks_to_read(self) -> Sequence[int]:
         """Return the numbers of the chunks that the source is read for."""
@@ -107,6 +110,7 @@ class StoredLoader(KVLoader):
 
     def _start(self, count: int) -> None:
         with self._leaving:
+            self._snapshot()
             self._readers += count
         self._running += [workers(self._num_workers).submit(self._work) for _ in range(count)]
 
@@ -134,12 +138,12 @@ class StoredLoader(KVLoader):
 
     def _leave(self) -> None:
         """The last worker closes the snapshot: the computing thread may need the store without an open one before the
-        prompt ends, to open it again where its file was replaced."""
+        prompt ends, to open it again where its file was replaced. Workers that go on later have another."""
         with self._leaving:
             self._readers -= 1
-            is_last = not self._readers and self._queue.is_taken
-        if is_last:
-            self._reading.close()
+            if not self._readers:
+                self._reading.close()
+                self._reader = None
 
     def _reads(self, chunk: int, heads: Heads) -> LayerReads:
         return self._stored.chunks[chunk].reads_of(self._groups, heads, self._most)

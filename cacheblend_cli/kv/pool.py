@@ -133,11 +133,14 @@ def _layer_caches(
     scales: KVScales | None,
 ) -> list[LayerCache]:
     """Allocate the pool of each layer. On a GPU, layers of one shape are evenly spaced in one allocation, so that one
-    launch loads several. On a CPU each layer has its own: malloc gives large ones back, and a prompt's pool would cost
+    launch loads several. Elsewhere each layer has its own: malloc gives large ones back, and a prompt's pool would cost
     page faults."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         of_scales = ((None,) * len(shapes),) * 2 if scales is None else (scales.k, scales.v)
-        pools = ([torch.empty(*blocks, heads, dims[at], dtype=dtype) for heads, *dims in shapes] for at in (0, -1))
+        pools = (
+            [torch.empty(*blocks, heads, dims[at], dtype=dtype, device=device) for heads, *dims in shapes]
+            for at in (0, -1)
+        )
         return [LayerCache(*parts) for parts in zip(*pools, *of_scales, strict=True)]
     caches = dict[int, LayerCache]()
     for shape in set(shapes):

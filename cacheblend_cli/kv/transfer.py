@@ -38,11 +38,11 @@ class CudaTransfer:
         self._placed: list[torch.cuda.Event] = []
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._arrived: torch.cuda.Event | None = None
-        self._opened: torch.cuda.Event | None = None
+        self._began: torch.cuda.Event | None = None
 
     def open(self, num_bytes: int) -> None:
         """num_bytes: of a staging buffer."""
-        self._num_bytes, self._opened = num_bytes, self._timed(self._copy)
+        self._num_bytes = num_bytes
 
     def send(self, group: int, parts: Sequence[tuple[int, Tensor]], place: Callable[[Tensor], None]) -> None:
         """Copy parts (start, pinned memory) to a staging buffer, and then call `place` with it (uint8). The first
@@ -52,6 +52,7 @@ class CudaTransfer:
             self._staged = list(torch.empty(size, dtype=torch.uint8, device=self._device).split(self._num_bytes))
             self._copy.wait_stream(self._compute)  # the pool's blocks and the buffers may still be in use
             self._place.wait_stream(self._compute)
+            self._began = self._timed(self._copy)
         staged = self._staged[group % STAGES]
         with torch.cuda.stream(self._copy):
             if group >= STAGES:
@@ -89,15 +90,15 @@ class CudaTransfer:
         return self._copied[-1] if self._copied else None
 
     def seconds(self) -> tuple[float, float]:
-        """Return (seconds from `open` until the last group's KV arrived, seconds of it that computing waited).
-        Synchronises."""
-        if self._opened is None or not self._placed:
+        """Return (seconds from the first transfer until the last group's KV arrived, seconds of it that computing
+        waited). Synchronises."""
+        if self._began is None:
             return 0.0, 0.0
         last = self._placed[-1]
         for event in (last, *(end for _, end in self._waits)):
             event.synchronize()
         stall = sum(begin.elapsed_time(end) for begin, end in self._waits)
-        return self._opened.elapsed_time(last) / 1e3, stall / 1e3
+        return self._began.elapsed_time(last) / 1e3, stall / 1e3
 
     def _timed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

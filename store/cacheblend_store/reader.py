@@ -126,7 +126,8 @@ class StoreReader:
         Layers that were located in an earlier snapshot, and are elsewhere by now, fail the check and are looked up
         again. Several threads may call it at once.
         """
-        if reads.compiled is not None and reads.compiled.read(self.pages.handle, group, buffer):
+        compiled = reads.compiled
+        if compiled is not None and compiled.read(self.pages.handle, group, buffer):
             return
         for layer, own in zip(reads.groups[group], reads.places, strict=False):
             self.copy_layer(reads.manifest, layer, {name: buffer[a:b] for name, (a, b) in own.items()})

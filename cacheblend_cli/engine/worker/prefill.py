@@ -137,8 +137,12 @@ class PrefillState:
     def open(self) -> PrefillState:
         """Start loading. Raises BadChunk."""
         self._loader.open()
-        if self._sequence.pool.states is not None:
-            self._open_state(self._sequence.pool.states)
+        try:
+            if self._sequence.pool.states is not None:
+                self._open_state(self._sequence.pool.states)
+        except BaseException:
+            self.close()
+            raise
         if self._decoder.device.type == "cuda":  # the device waits for the look-ups
             self._time = self._time.plus(self._begun, time.perf_counter())
         return self
