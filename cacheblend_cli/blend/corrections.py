@@ -114,7 +114,8 @@ class Regression(Correction):
         return CorrectionWork.of(prompt, every, repaired, torch.arange(len(repaired), device=every.positions.device))
 
     def work(self, index: Tensor) -> CorrectionWork | None:
-        return CorrectionWork.of(*self._given, index) if self._fused else None
+        fits = self._fused and max(self._given[1].lengths) <= LONGEST_CHUNK_BUCKET
+        return CorrectionWork.of(*self._given, index) if fits else None
 
 
 class CorrectionWork(LayerWork):
@@ -287,8 +288,8 @@ CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
 chunk. NEAR: of close tokens, decaying over LENGTHS (tokens). NOISE: a token's own part of a change of mean size.
 LEAST_NOISE: minimum of that part. Doubling or halving any of them hardly changes the unexplained rest."""
 
-LEAST_CHUNK_BUCKET = 64
-"""Tokens of the longest chunk in the smallest bucket of prompts whose corrections share graphs."""
+LEAST_CHUNK_BUCKET, LONGEST_CHUNK_BUCKET = 64, 32_768
+"""Tokens of the longest chunk in the smallest and in the largest bucket of prompts whose corrections share graphs."""
 
 COMMON = 0.8
 """Share of the chunks' common change that K follows. 1 leaves larger outliers on long chunks, 0.65 is less accurate on

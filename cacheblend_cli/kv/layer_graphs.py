@@ -4,10 +4,9 @@ A layer is one graph, with what `Steps` do in it (`LayerWork`). Graphs are kept 
 context. Rows that fill a bucket write to a spare block, attend to nothing (`cu_rows` excludes them), and no other row
 depends on them.
 
-A layer without a graph launches every kernel as usual, and `capture_next` captures it when the engine is idle: no
-question waits for a capture, and a process that answers one question makes none. Only if several prompts in a row have
-found neither a graph nor an idle engine, each of them captures a few layers.
-"""
+A layer without a graph launches every kernel as usual, and `capture_next` captures it when the engine is idle: a
+question waits for one capture at most, and a process that answers one question makes none. Only if several prompts in a
+row have found neither a graph nor an idle engine, each of them captures a few layers."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ logger = logging.getLogger("cacheblend")
 
 MOST_ROWS = 1024  # with more, a layer of an 8B takes an H100 longer than its launches take the host
 NARROW_TILE, WIDE_TILE = 64, 128  # granularity of rows up to two wide tiles, and above
-MOST_BUCKETS = 48  # further ones are not captured
+MOST_BUCKETS = 48
 PATIENCE = 8  # passes without a layer's graph, after which one captures it
 CAPTURES_A_PASS = 2
 
@@ -115,7 +114,7 @@ class LayerGraphs:
 
     def __init__(self, decoder: Decoder, pool: KVPool, spare: int) -> None:
         self._decoder, self._pool, self.is_on = decoder, weakref.ref(pool), True
-        self.num_in_passes = 0  # captures that a pass waited for
+        self.num_missed = self.num_in_passes = 0  # layers without a graph, and captures that a pass waited for
         self._most_tokens = min(decoder.spec.max_context, pool.allocator.num_blocks * pool.block_size)
         size = pool.block_size
         self._new_buffers = partial(
@@ -139,7 +138,7 @@ class LayerGraphs:
         key, part = Bucket(row_bucket(len(rows)), context, work.key), Part(layer, step.stop)
         try:
             captured = self._captured(key, work)
-            if captured is None or (part not in captured.replays and not self._captures(captured, part)):
+            if part not in captured.replays and not self._captures(captured, part):
                 return False
             self._fill(rows, key)
         except torch.OutOfMemoryError as error:
@@ -173,17 +172,21 @@ class LayerGraphs:
             self._stop(error)
         return self.is_on
 
-    def _captured(self, key: Bucket, work: LayerWork) -> Captured | None:
-        """Return the bucket's graphs, or None if there are too many buckets."""
-        if key not in self._buckets:
+    def _captured(self, key: Bucket, work: LayerWork) -> Captured:
+        """Return the bucket's graphs. A new bucket takes the place of the one used least recently."""
+        captured = self._buckets.pop(key, None)
+        if captured is None:
             if len(self._buckets) >= MOST_BUCKETS:
-                return None
-            self._buckets[key] = Captured(work.twin(key.num_rows, key.context))
-        return self._buckets[key]
+                self._leave()  # the twins of a paused pass may be among those that go
+                del self._buckets[next(iter(self._buckets))]
+            captured = Captured(work.twin(key.num_rows, key.context))
+        self._buckets[key] = captured
+        return captured
 
     def _captures(self, captured: Captured, part: Part) -> bool:
         """Record that the part has no graph. Returns whether this pass makes it."""
         captured.missing[part] = misses = captured.missing.get(part, 0) + 1
+        self.num_missed += 1
         is_due = misses > PATIENCE + part.layer.index // CAPTURES_A_PASS  # a few layers in each pass
         self.num_in_passes += is_due
         return is_due

@@ -87,7 +87,7 @@ class Timing:
     model_load_s: float  # loading the model; 0 in a running engine
     kv_load_s: float  # loading stored KV, mostly while layers are computed
     kv_load_stall_s: float  # part of the prefill in which computing waited for stored KV
-    prefill_s: float  # prefill on the device, waits for KV included
+    prefill_s: float  # prefill on the device, waits for KV included, and on a GPU looking it up
     ttft_s: float  # from the loaded model and the known question to the first token
     decode_tokens_per_s: float  # tokens after the first, per second
     # a full prefill's, estimated; with --verbose, --explain or --ratio auto, and on a GPU

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 from fake_gpu import FakeGpu
-from gpu_engine import Setup, engine_gpu
+from gpu_engine import Setup, capture_graphs, engine_gpu
 
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.features import auto_ratio
@@ -44,7 +44,8 @@ class Machine:
     keys: list[bytes]
 
     def request(self, **about: Any) -> AskRequest:
-        return AskRequest("what is it?", self.keys, **{"sampling": GREEDY, "options": DEFAULT} | about)
+        given = {"keys": self.keys, "sampling": GREEDY, "options": DEFAULT} | about
+        return AskRequest("what is it?", given.pop("keys"), **given)
 
     def ask(self, milliseconds: float, **about: Any) -> Answer:
         self.gpu.milliseconds = milliseconds
@@ -60,9 +61,12 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         memory = engine.runtime.memory()
         assert memory is not None
         assert memory.profile is not None
-        assert [n for n, _ in memory.profile.times] == [64, 128]
+        assert [n for n, _ in memory.profile.times] == [32, 64, 128]
         engine.runtime._memory = replace(memory, profile=replace(memory.profile, times=FULL_TIMES))
-        yield Machine(setup, gpu, engine, store, keys)
+        machine = Machine(setup, gpu, engine, store, keys)
+        machine.ask(FAST_MS, options=AskOptions())  # with a ratio of its own: nothing is learnt
+        capture_graphs(engine)
+        yield machine
         assert not gpu.errors
 
 
@@ -80,6 +84,19 @@ def test_what_was_slower_than_a_full_prefill_is_computed_in_full(machine: Machin
     others = machine.setup.engine("cuda")  # another process: what was learnt is in the user's cache
     others.runtime._memory = machine.engine.runtime._memory
     assert others.run_alone(machine.store, machine.request()).mode == "full"
+
+
+def test_a_prefill_without_graphs_teaches_nothing(machine: Machine) -> None:
+    """The next one of its shape has them."""
+    memory, engine = machine.engine.runtime.memory(), machine.setup.engine("cuda")
+    own = engine.runtime.memory()
+    assert memory is not None
+    assert own is not None
+    engine.runtime._memory = replace(own, profile=memory.profile)
+    others = replace(machine, engine=engine)
+    assert [others.ask(SLOW_MS).mode for _ in range(2)] == ["blend", "blend"]
+    capture_graphs(engine)
+    assert [others.ask(SLOW_MS).mode for _ in range(2)] == ["blend", "full"]
 
 
 def test_what_is_faster_blended_is_blended(machine: Machine) -> None:

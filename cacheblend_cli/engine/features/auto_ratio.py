@@ -20,6 +20,7 @@ from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.decode import GraphRunner
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, bucket
 from cacheblend_cli.prompt.plan import Segment, SegmentStatus
@@ -42,15 +43,20 @@ class PredictedPrefill(Hook):
     """Reports the estimated time of a full prefill, and learns from the prefill."""
 
     def __init__(self, runtime: Runtime, report: AutoReport) -> None:
-        self._runtime, self._report = runtime, report
+        self._runtime, self._report, self._missed = runtime, report, 0
         self.is_alone = report.decision.mode == "blend" or not prefill_times(runtime)  # else it is not timed
+
+    def on_begin(self) -> None:
+        self._missed = _missed_graphs(self._runtime)
 
     def on_answer(self, report: PrefillReport, index: int, answer: Answer) -> None:
         answer.timing = replace(answer.timing, full_ttft_s=full_ttft_s(self._report.decision, answer.timing.ttft_s))
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> None:
-        """Update the speeds."""
-        if report.prefix_cache_tokens:
+        """Update the speeds, unless a part of the prompt was cached, or a blended prefill lacked graphs that the next
+        one has."""
+        lacked = self._report.decision.mode == "blend" and _missed_graphs(self._runtime) > self._missed
+        if report.prefix_cache_tokens or lacked:
             return
         prefill_s = report.prefill_s
         rest_s = max(0.0, answers[0].timing.ttft_s - self._report.before_s - prefill_s)
@@ -163,7 +169,8 @@ class Controller:
             return
         rest_s = speeds.rest_s if rest_s is None else rest_s
         computed_s = prefill_s - loader.stall_s
-        loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, loader.load_s)  # of the store alone
+        load_s = min(loader.load_s, prefill_s)  # not with the decode steps of other answers between its layers
+        loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, load_s)
         self._keep(learn(speeds, predicted.compute_s, computed_s, *loaded, rest_s, is_measured))
 
     @property
@@ -195,6 +202,13 @@ def prefill_times(runtime: Runtime) -> tuple[tuple[int, float], ...]:
     """Return (rows, seconds) of the full prefills that sized a GPU's pool; () on other devices."""
     memory = runtime.memory() if runtime.decoder.device.type == "cuda" else None
     return () if memory is None or memory.profile is None else memory.profile.times
+
+
+def _missed_graphs(runtime: Runtime) -> int:
+    """Return how many layers of prefills on a GPU had no graph yet."""
+    memory = runtime.memory() if runtime.decoder.device.type == "cuda" else None
+    graphs = memory.runner.layer_graphs if memory is not None and isinstance(memory.runner, GraphRunner) else None
+    return 0 if graphs is None else graphs.num_missed
 
 
 def _in_full(request: Request) -> Request:

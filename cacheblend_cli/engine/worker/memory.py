@@ -174,18 +174,24 @@ def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
 
 def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> MemoryProfile:
     _prefill(decoder, num_rows, block_size)  # not measured: compiles kernels and allocates work spaces
-    activations, times = [], []
+    activations = []
     for n in (num_rows, 2 * num_rows):
         blocks, prefill = -(-n // block_size), partial(_prefill, decoder, n, block_size)
         kv = bytes_per_token(decoder) * blocks * block_size
         activations.append(meter.peak(prefill) - kv)
-        begin = mark(decoder.device)
-        prefill()  # once more: the first one of a length also chooses kernels for it
-        times.append((n, DeviceTime().plus(begin, mark(decoder.device)).seconds))
+    times = [_timed(decoder, n, block_size) for n in sorted({min(num_rows, *PROFILE_ROWS), num_rows, 2 * num_rows})]
     per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
     states = 0 if decoder.state_layout is None else STATES * decoder.state_layout.num_bytes
     fixed = states + max(0, int(activations[1] - 2 * num_rows * per_row))
     return MemoryProfile(meter.total, meter.used(), fixed, int(per_row) + 1, tuple(times))
+
+
+def _timed(decoder: Decoder, num_rows: int, block_size: int) -> tuple[int, float]:
+    """Return (rows, seconds) of a full prefill. The first one of a length also chooses kernels for it."""
+    _prefill(decoder, num_rows, block_size)
+    begin = mark(decoder.device)
+    _prefill(decoder, num_rows, block_size)
+    return num_rows, DeviceTime().plus(begin, mark(decoder.device)).seconds
 
 
 def blocks_that_fit(
