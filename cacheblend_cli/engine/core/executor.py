@@ -89,7 +89,7 @@ class Executor:
         if len(numbers) > 1:
             try:
                 results = self._advance([number for _, number in numbers], seconds, waits)
-                output.prefilled = list(zip(sequences, results, strict=False))  # no results where KV is not read yet
+                output.prefilled = list(zip(sequences, results, strict=True))
                 output.joined = sum(result.is_done for result in results)
                 return
             except Exception as error:  # each is computed alone and at once, so that only the cause fails

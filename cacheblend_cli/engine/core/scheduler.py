@@ -1,10 +1,10 @@
 """Scheduling policy, all of it.
 
 Requests are served by priority, then first come, first served. Preempted sequences resume before a new one begins. One
-prompt is prefilled at a time, and between two steps of it every running answer gets a token; a step ends before a layer
-whose stored KV is not read yet. Consecutive short prompts share a launch, up to the rows of a slice. The next prompt
-may load meanwhile. If blocks run out, the sequence that came last is preempted. Cancelled and overdue requests end in a
-separate step.
+prompt is prefilled at a time, and between two steps of it every running answer gets a token; on a GPU a step ends
+before a layer whose stored KV is not read yet. Consecutive short prompts share a launch, up to the rows of a slice. The
+next prompt may load meanwhile. If blocks run out, the sequence that came last is preempted. Cancelled and overdue
+requests end in a separate step.
 
 With async scheduling (on a GPU) a step that only decodes the same answers again is scheduled before the host knows the
 tokens of the last one (`schedule_ahead`). Any other step is scheduled after these tokens have taken effect.
@@ -122,7 +122,8 @@ class Scheduler:
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
         if self._prefilled:
             self._step.prefill = self._together(prefilling)
-            self._step.prefill_s, self._step.waits = self.prefill_s if decoding else inf, not decoding
+            self._step.prefill_s = self.prefill_s if decoding else inf
+            self._step.waits = not (decoding and self.in_turn)
         else:
             while decoding and not self.blocks.can_append(_growing(decoding)):
                 self.preempt(running.pop())
