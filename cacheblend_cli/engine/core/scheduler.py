@@ -84,7 +84,7 @@ class Scheduler:
     slice_rows: int  # positions of a slice
     max_sequences: int
     prefill_s: float  # maximum seconds of a step's prefill while answers wait
-    in_turn: bool  # prompts are computed in the order in which they began, and those with stored KV one by one
+    in_turn: bool  # one prompt is computed to its end before the next, and those with stored KV share no launch
     launch_rows: int  # maximum rows of short prompts that share a step
     swap_blocks: int  # maximum blocks on the host
     counts: EngineStats
@@ -217,7 +217,7 @@ class Scheduler:
     def _may_begin(self, sequence: Sequence) -> PrefixHit | None:
         """Return the prompt's prefix cache hit if it may begin now, else None."""
         state, running = sequence.state, self.with_status(SequenceStatus.RUNNING)
-        prefilling = [s for s in running if s.prefilling]
+        prefilling = [s for s in running if s.prefilling and self._precedes(s, state)]
         ahead = 0 if self.in_turn and not state.request.plan.stored else 1  # prompts that may begin beside another
         full = len(prefilling) > ahead  # only a short prompt may join other short ones
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
@@ -235,6 +235,13 @@ class Scheduler:
         if running and growth > self.blocks.space.allocator.num_free + self.swap_blocks - self.num_swapped:
             return None
         return hit
+
+    def _precedes(self, prefilling: Sequence, state: RequestState) -> bool:
+        """Return whether a prompt that has begun is computed before a waiting one, which may outrank one that only
+        loads."""
+        if not self.in_turn or prefilling.prefill is None:
+            return True
+        return self.worker.computes(prefilling.prefill.number) or prefilling.state.turn < state.turn
 
     def _growth(self, sequence: Sequence) -> int:
         """Return the number of blocks that a running answer may still take."""
@@ -260,7 +267,7 @@ class Scheduler:
         """Return the first prompt and the next ones that share its launch. None joins one that has begun."""
         prompts = [(s, s.prefill) for s in prefilling if s.prefill is not None]
         if self.in_turn:
-            prompts.sort(key=lambda prompt: prompt[1].number)
+            prompts.sort(key=lambda prompt: not self.worker.computes(prompt[1].number))
         (_, first), together = prompts[0], list[Sequence]()
         launch = first.launch
         for sequence, prefill in prompts:

@@ -106,6 +106,10 @@ class Worker(BlockSpace):
             self._paused[key] = launch
         return results
 
+    def computes(self, number: int) -> bool:
+        """Return whether the prompt has layers on the device; false while its stored KV only loads to the host."""
+        return number in self._prefills and self._prefills[number].has_begun
+
     def prepare(self) -> bool:
         """Capture a graph that a prompt lacked, while there is nothing else to do. Returns False if there is none.
         After an error, which is no request's, prefills use no graphs."""
