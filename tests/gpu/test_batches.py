@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of
@@ -17,6 +18,7 @@ from held_store import HeldStore
 
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv import layer_graphs
 from cacheblend_cli.kv.cuda_loader import CudaLoader
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -204,6 +206,91 @@ def test_the_next_prompt_loads_while_one_is_computed(tmp_path: Path) -> None:
         assert [ids_of(listener) for listener, _ in arrived] == answers(on_cpu, asks, limits)
 
 
+def check_staged(driver: CoreDriver) -> None:
+    """Check that one prompt at a time has KV on its way to the device."""
+    loaders = [state._loader for state in driver.core.worker._prefills.values()]
+    assert sum(isinstance(loader, CudaLoader) and bool(loader._transfer._staged) for loader in loaders) <= 1
+
+
+def order_of(driver: CoreDriver, states: list[RequestState]) -> list[RequestState]:
+    """Run the requests, and return them in the order in which their answers begin."""
+    begun = list[RequestState]()
+    while driver.core.busy:
+        driver.step()
+        check_staged(driver)
+        begun += [state for state in states if state.num_started and state not in begun]
+    return begun
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["stored", "nothing to load"])
+def test_a_higher_priority_comes_before_a_prompt_that_only_loads(loads: bool, tmp_path: Path) -> None:
+    limits = replace(LIMITS, max_rows=16)  # a prompt takes several steps
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        keys = on_gpu.keys
+        asks = [replace(ask, keys=own) for ask, own in zip(questions(keys, 3), (keys[:2], keys[2:], keys), strict=True)]
+        if not loads:
+            asks[2] = replace(asks[2], keys=[], blend=BlendParams(mode="full"))
+        driver = CoreDriver(on_gpu, limits)
+        first, second = (driver.arrive(ask, priority=1) for ask in asks[:2])
+        while not driver.core.worker._paused:
+            driver.step()
+        assert second[1].sequences[0].prefilling
+        urgent = driver.arrive(asks[2])
+        driver.step()
+        assert urgent[1].sequences[0].prefilling is loads
+        assert order_of(driver, [first[1], second[1], urgent[1]]) == [first[1], urgent[1], second[1]]
+        check(gpu)
+        assert [ids_of(listener) for listener, _ in (first, second, urgent)] == answers(on_cpu, asks, limits)
+
+
+def test_a_higher_priority_comes_before_a_prompt_whose_first_layer_is_not_read(tmp_path: Path) -> None:
+    with engines(tmp_path) as (gpu, on_gpu, on_cpu):
+        asks = [
+            AskRequest("who?", [], BlendParams(mode="full"), replace(GREEDY, max_tokens=60)),
+            *(replace(ask, keys=on_gpu.keys) for ask in questions(on_gpu.keys, 2)),
+        ]
+        store, driver = held_engine(on_gpu)
+        streaming, streamed = driver.arrive(asks[0])
+        while not streamed.num_started:
+            driver.step()
+        store.hold_from(0)
+        later, later_state = driver.arrive(asks[1], priority=1)
+        for _ in range(4):
+            driver.step()
+        urgent, urgent_state = driver.arrive(asks[2])
+        for _ in range(4):
+            driver.step()
+        store.let_go()
+        assert order_of(driver, [later_state, urgent_state]) == [urgent_state, later_state]
+        check(gpu)
+        assert [ids_of(listener) for listener in (streaming, later, urgent)] == answers(on_cpu, asks)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_gpu_gets_its_work_before_the_next_prompt_is_set_up(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engines(tmp_path) as (_, on_gpu, on_cpu):
+        driver, calls = CoreDriver(on_gpu if device == "cuda" else on_cpu, LIMITS), list[str]()
+
+        def watch(name: str) -> None:
+            method = getattr(Worker, name)
+
+            def watched(worker: Worker, *args: Any) -> Any:
+                calls.append(name)
+                return method(worker, *args)
+
+            monkeypatch.setattr(Worker, name, watched)
+
+        watch("begin")
+        watch("prefill")
+        for ask in questions(on_gpu.keys, 2):
+            driver.arrive(ask)
+        driver.step()
+        assert calls == (["begin", "prefill", "begin"] if device == "cuda" else ["begin", "begin", "prefill"])
+        driver.run()
+
+
 def test_a_prompt_with_nothing_to_load_begins_when_it_finds_the_one_before_it(tmp_path: Path) -> None:
     with engines(tmp_path) as (gpu, on_gpu, on_cpu):
         ask = AskRequest("where is it?", on_gpu.keys, BlendParams(mode="full"), GREEDY)
@@ -236,5 +323,6 @@ def test_answers_do_not_depend_on_when_layers_are_read(
             if dropped and rng.random() < 0.1:
                 dropped.pop().cancelled = True
             driver.step()
+            check_staged(driver)
         check(gpu)
         assert [ids_of(listener) for listener in listeners] == expected

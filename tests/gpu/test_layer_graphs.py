@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_driver import Listener, StoredEngine
 from fake_gpu import FakeGpu
 from gpu_engine import Setup, capture_graphs, engine_gpu
 from torch import Tensor
 
+from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.worker.decode import make_runner
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv import layer_graphs
@@ -425,6 +427,42 @@ def test_a_capture_corrects_no_other_prompt(tmp_path: Path) -> None:
             changed = (cache.nan_to_num(7.0) != held.nan_to_num(7.0)).flatten(1).any(-1).nonzero()
             assert set(changed.flatten().tolist()) <= {0}  # the spare block
         assert not gpu.errors
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), KeyError("planted")], ids=["of the device", "another"])
+def test_an_idle_server_goes_on_if_a_capture_fails(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+
+    def fail(graphs: LayerGraphs, function: object) -> None:
+        failed.set()
+        raise error
+
+    def synchronize(device: object) -> None:
+        raise RuntimeError("the device failed")
+
+    setup = Setup.write(tmp_path, model={"num_hidden_layers": 6})
+    with setup.store() as store, engine_gpu():
+        engine = setup.engine("cuda")
+        keys, memory = setup.precompute(engine, store), engine.runtime.memory()
+        ask = AskRequest("what is it?", keys, BlendParams(ratio=0.3), SamplingParams(max_tokens=4, ignore_eos=True))
+        stored = StoredEngine(engine, store, keys)
+        service, found = AsyncEngine(engine.runtime), list[list[int]]()
+        monkeypatch.setattr(LayerGraphs, "_capture", fail)
+        with monkeypatch.context() as planted:
+            planted.setattr(torch.cuda, "synchronize", synchronize)
+            for _ in range(2):
+                listener = Listener()
+                service.submit(stored.request(ask), listener)
+                found.append(listener.done().answers[0].generated_ids)
+                assert failed.wait(60)
+        assert service.close()
+        assert found[0] == found[1]
+        assert memory is not None
+        assert isinstance(memory.pool.layer_graphs, LayerGraphs)
+        assert not memory.pool.layer_graphs.is_on
+        assert "without CUDA graphs" in caplog.text
 
 
 def test_an_idle_server_captures_and_no_question_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

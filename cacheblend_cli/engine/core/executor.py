@@ -53,15 +53,21 @@ class Executor:
         output = StepOutput()
         for swap in step.swaps:
             (self._worker.swap_out if swap.out else self._worker.swap_in)(swap.number, swap.blocks)
-        for sequence in step.begin:
+        on_gpu = self._decoder.device.type == "cuda"  # it gets its work before prompts are set up that load ahead
+        ahead = [s for s in step.begin if on_gpu and s not in step.prefill]
+        self._begin_all([s for s in step.begin if s not in ahead], output)
+        failed = [sequence for sequence, _ in output.failed]
+        self._prefill([s for s in step.prefill if s not in failed], step, output)
+        self._decode(step, output)
+        self._begin_all(ahead, output)
+        return output
+
+    def _begin_all(self, sequences: list[Sequence], output: StepOutput) -> None:
+        for sequence in sequences:
             try:
                 self._begin(sequence)
             except Exception as error:
                 output.failed.append((sequence, error))
-        failed = [sequence for sequence, _ in output.failed]
-        self._prefill([s for s in step.prefill if s not in failed], step, output)
-        self._decode(step, output)
-        return output
 
     def _begin(self, sequence: Sequence) -> None:
         """Begin to load a prompt's stored KV. Raises BadChunk."""
@@ -89,7 +95,7 @@ class Executor:
         if len(numbers) > 1:
             try:
                 results = self._advance([number for _, number in numbers], seconds, waits)
-                output.prefilled = list(zip(sequences, results, strict=False))  # no results where KV is not read yet
+                output.prefilled = list(zip(sequences, results, strict=True))
                 output.joined = sum(result.is_done for result in results)
                 return
             except Exception as error:  # each is computed alone and at once, so that only the cause fails

@@ -1,10 +1,10 @@
 """Scheduling policy, all of it.
 
 Requests are served by priority, then first come, first served. Preempted sequences resume before a new one begins. One
-prompt is prefilled at a time, and between two steps of it every running answer gets a token; a step ends before a layer
-whose stored KV is not read yet. Consecutive short prompts share a launch, up to the rows of a slice. The next prompt
-may load meanwhile. If blocks run out, the sequence that came last is preempted. Cancelled and overdue requests end in a
-separate step.
+prompt is prefilled at a time, and between two steps of it every running answer gets a token; on a GPU a step ends
+before a layer whose stored KV is not read yet. Consecutive short prompts share a launch, up to the rows of a slice. The
+next prompt may load meanwhile. If blocks run out, the sequence that came last is preempted. Cancelled and overdue
+requests end in a separate step.
 
 With async scheduling (on a GPU) a step that only decodes the same answers again is scheduled before the host knows the
 tokens of the last one (`schedule_ahead`). Any other step is scheduled after these tokens have taken effect.
@@ -84,7 +84,7 @@ class Scheduler:
     slice_rows: int  # positions of a slice
     max_sequences: int
     prefill_s: float  # maximum seconds of a step's prefill while answers wait
-    in_turn: bool  # prompts are computed in the order in which they began, and those with stored KV one by one
+    in_turn: bool  # one prompt is computed to its end before the next, and those with stored KV share no launch
     launch_rows: int  # maximum rows of short prompts that share a step
     swap_blocks: int  # maximum blocks on the host
     counts: EngineStats
@@ -122,7 +122,8 @@ class Scheduler:
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
         if self._prefilled:
             self._step.prefill = self._together(prefilling)
-            self._step.prefill_s, self._step.waits = self.prefill_s if decoding else inf, not decoding
+            self._step.prefill_s = self.prefill_s if decoding else inf
+            self._step.waits = not (decoding and self.in_turn)
         else:
             while decoding and not self.blocks.can_append(_growing(decoding)):
                 self.preempt(running.pop())
@@ -216,7 +217,7 @@ class Scheduler:
     def _may_begin(self, sequence: Sequence) -> PrefixHit | None:
         """Return the prompt's prefix cache hit if it may begin now, else None."""
         state, running = sequence.state, self.with_status(SequenceStatus.RUNNING)
-        prefilling = [s for s in running if s.prefilling]
+        prefilling = [s for s in running if s.prefilling and self._precedes(s, state)]
         ahead = 0 if self.in_turn and not state.request.plan.stored else 1  # prompts that may begin beside another
         full = len(prefilling) > ahead  # only a short prompt may join other short ones
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
@@ -234,6 +235,13 @@ class Scheduler:
         if running and growth > self.blocks.space.allocator.num_free + self.swap_blocks - self.num_swapped:
             return None
         return hit
+
+    def _precedes(self, prefilling: Sequence, state: RequestState) -> bool:
+        """Return whether a prompt that has begun is computed before a waiting one, which may outrank one that only
+        loads."""
+        if not self.in_turn or prefilling.prefill is None:
+            return True
+        return self.worker.computes(prefilling.prefill.number) or prefilling.state.turn < state.turn
 
     def _growth(self, sequence: Sequence) -> int:
         """Return the number of blocks that a running answer may still take."""
@@ -259,7 +267,7 @@ class Scheduler:
         """Return the first prompt and the next ones that share its launch. None joins one that has begun."""
         prompts = [(s, s.prefill) for s in prefilling if s.prefill is not None]
         if self.in_turn:
-            prompts.sort(key=lambda prompt: prompt[1].number)
+            prompts.sort(key=lambda prompt: not self.worker.computes(prompt[1].number))
         (_, first), together = prompts[0], list[Sequence]()
         launch = first.launch
         for sequence, prefill in prompts:

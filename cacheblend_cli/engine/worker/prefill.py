@@ -133,6 +133,7 @@ class PrefillState:
         self._loader = make_loader(decoder, source, sequence, self._plan, host_cache)
         self._slices = slices_of(self._plan, given.slice_rows, given.outputs_from)
         self._done, self._time = 0, DeviceTime()
+        self.has_begun = False  # with a layer
 
     def open(self) -> PrefillState:
         """Start loading. Raises BadChunk."""
@@ -227,6 +228,8 @@ class Launch:
         layer whose stored KV is not read yet, without results if that is the first. Raises BadChunk."""
         if not (waits or self._is_ready):
             return []
+        for prompt in self._prompts:
+            prompt.has_begun = True
         start, results = mark(self._decoder.device), None
         try:
             while max_rows >= 2 * (rows := next(self._pass)) and (waits or self._is_ready):  # the next has as many

@@ -8,6 +8,7 @@ logits and figures.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from cacheblend_cli.model.decoder import Decoder
 if TYPE_CHECKING:
     from cacheblend_cli.kv.export import KVReader
     from cacheblend_cli.kv.pool import Swapped
+
+logger = logging.getLogger("cacheblend")
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,22 @@ class Worker(BlockSpace):
             self._paused[key] = launch
         return results
 
+    def computes(self, number: int) -> bool:
+        """Return whether the prompt has layers on the device; false while its stored KV only loads to the host."""
+        return number in self._prefills and self._prefills[number].has_begun
+
     def prepare(self) -> bool:
-        """Capture a graph that a prompt lacked, while there is nothing else to do. Returns False if there is none."""
+        """Capture a graph that a prompt lacked, while there is nothing else to do. Returns False if there is none.
+        After an error, which is no request's, prefills use no graphs."""
         graphs = self._runner.layer_graphs if isinstance(self._runner, GraphRunner) else None
-        return graphs is not None and graphs.capture_next()
+        if graphs is None:
+            return False
+        try:
+            return graphs.capture_next()
+        except Exception:
+            logger.exception("layers of a prefill run without CUDA graphs from now on")
+            graphs.is_on = False
+            return False
 
     def end(self, number: int) -> None:
         """End the prefill with that number, if there is one."""
