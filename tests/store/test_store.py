@@ -5,68 +5,42 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
-import torch
 from bare_store import bare_writing
 from cacheblend_store import (
     AmbiguousId,
     BadBlob,
-    ChunkManifest,
     ChunkNotFound,
     ChunkStore,
     DocumentChunk,
     DocumentRecord,
-    KeyParts,
-    LayerReads,
     StoreCorrupt,
     StoreError,
     StoreFormat,
     StoreLocked,
     StoreNotFound,
     StorePermission,
-    StoreReader,
     chunk_key,
-    collection_id,
     compact,
-    compiled_reads,
     salvage,
     stats,
     verify,
 )
 from cacheblend_store import reader as store_reader
-from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_spec
-from cacheblend_store.format.codecs import encode_kv
+from cacheblend_store.format.blobs import CODECS, blob_spec
 from cacheblend_store.format.keys import blob_key
-from cacheblend_store.format.records import blob_hasher, layer_spec
+from cacheblend_store.format.records import blob_hasher
 from cacheblend_store.lmdb_file.datafile import open_lmdb
 from cacheblend_store.lmdb_file.directory import MAKING
 from cacheblend_store.lmdb_file.locks import writer_lock
+from coded_chunks import DIM, HEADS, LAYERS, PARTS, make_chunk
 from stored_texts import forget
-
-PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
-LAYERS, HEADS, DIM = 3, 2, 8
-
-
-def make_chunk(seed: int, num_tokens: int = 5, codec: str = "float32") -> tuple[ChunkManifest, list[bytes]]:
-    generator = torch.Generator().manual_seed(seed)
-    parts = replace(PARTS, codec=codec)
-    ids = tuple(torch.randint(0, 1000, (num_tokens,), generator=generator).tolist())
-    blobs = []
-    for _ in range(LAYERS):
-        k, v = torch.randn(2, num_tokens, HEADS, DIM, generator=generator)
-        blobs.append(encode_kv(k, v, codec))
-    manifest = ChunkManifest(
-        key=chunk_key(parts, ids), token_ids=ids, text=f"chunk {seed}", model="model", model_name="m", tokenizer="tokenizer",
-        collection=collection_id(parts), context="sink", left_context_ids=(), collected_len=7, codec=codec,
-        num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, source=f"{seed}.md", index=0, span=(0, 4), created=1.0,
-    )  # fmt: skip
-    return manifest, blobs
 
 
 def load(store: ChunkStore, key: bytes) -> list[dict[str, bytes]]:
@@ -384,114 +358,6 @@ def test_copying_a_layer_lets_go_of_the_gil_four_times(store: ChunkStore, monkey
         calls.clear()  # the pages of the tree are read
         reader.copy_layer(found, 1, targets)
     assert calls == ["read", "read", "digest", "digest"]
-
-
-def places_of(specs: list[BlobSpec], gap: int = 5) -> tuple[list[dict[str, tuple[int, int]]], int]:
-    """Places in a buffer, with gaps between them, and its size."""
-    places, at = list[dict[str, tuple[int, int]]](), gap
-    for spec in specs:
-        places.append({})
-        for name, tensor in spec.items():
-            places[-1][name] = at, at + tensor.num_bytes
-            at += tensor.num_bytes + gap
-    return places, at
-
-
-GROUPS = [(0, 1), (2,)]
-
-
-def reads_of(manifest: ChunkManifest, groups: Sequence[Sequence[int]] = GROUPS) -> tuple[LayerReads, int]:
-    """Reads of a chunk's layers, and the bytes of a buffer for the largest group."""
-    places, size = places_of([layer_spec(manifest, 0)] * max(map(len, groups)))
-    return LayerReads(manifest, groups, places), size
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
-def test_groups_of_layers_are_read_at_once_and_checked(
-    store: ChunkStore, codec: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(compiled_reads, "_library", lambda: None)
-    key = store_chunk(store, 1, codec)
-    with store.read() as reader:
-        manifest = reader.manifest(key)
-        assert manifest is not None
-        wanted = [{n: bytes(x) for n, x in reader.layer(manifest, i).items()} for i in range(LAYERS)]
-        reads, size = reads_of(manifest)
-        reader.locate(reads)
-        assert reads.compiled is not None
-        for number, group in reversed(list(enumerate(reads.groups))):
-            buffer = memoryview(bytearray(b"\xff" * size))
-            assert reads.compiled.read(reader.pages.handle, number, buffer) is compiled
-            reader.read_layers(replace(reads), number, buffer)
-            own = reads.places[: len(group)]
-            found = [{name: bytes(buffer[a:b]) for name, (a, b) in places.items()} for places in own]
-            assert found == [wanted[layer] for layer in group]
-            filled = {at for places in own for a, b in places.values() for at in range(a, b)}
-            assert all(buffer[at] == 0xFF for at in range(size) if at not in filled)
-        whole = bytes(reader.blob(manifest, 1))
-    for at in {8, len(whole) // 2, len(whole) - 1}:
-        with bare_writing(store) as (txn, dbs):
-            txn.put(blob_key(key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"])
-        with store.read() as reader, pytest.raises(BadBlob, match=manifest.id[:12]):
-            located(reader, reads).read_layers(reads, 0, memoryview(bytearray(size)))
-    with bare_writing(store) as (txn, dbs):
-        txn.delete(blob_key(key, 2), db=dbs["blobs"])
-    reads.compiled = None  # it reads what was located: the pages are not used for something else yet
-    with store.read() as reader, pytest.raises(BadBlob, match="is missing"):
-        located(reader, reads).read_layers(reads, 1, memoryview(bytearray(size)))
-
-
-def test_reading_takes_no_read_from_python(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look-up of the blobs and the end of their digests nothing needs the GIL."""
-    key = store_chunk(store, 1)
-    with store.read() as reader:
-        manifest = reader.manifest(key)
-        assert manifest is not None
-        (reads, size), seen = reads_of(manifest), list[object]()
-        reader.locate(reads)
-        monkeypatch.setattr(os, "preadv", lambda *of: seen.append(of))
-        for group in range(len(GROUPS)):
-            reader.read_layers(reads, group, memoryview(bytearray(size)))
-    assert not seen
-
-
-def test_layers_that_moved_since_they_were_located_are_looked_up_again(store: ChunkStore) -> None:
-    key, others = store_chunk(store, 1), [store_chunk(store, seed) for seed in (2, 3)]
-    with store.read() as reader:
-        manifest = reader.manifest(key)
-        assert manifest is not None
-        reads, size = reads_of(manifest)
-        reader.locate(reads)
-        version, wanted = reader.version, bytes(reader.blob(manifest, 0))
-    _, blobs = make_chunk(1, num_tokens=400)
-    store.remove_chunks([key, *others])
-    for seed in (4, 5, 6):
-        store_chunk(store, seed)
-    store.put_chunk(make_chunk(1, num_tokens=400)[0], blobs)
-    with store.read() as reader:
-        assert reader.version != version
-        buffer = memoryview(bytearray(size))
-        reader.read_layers(reads, 0, buffer)
-        assert reads.compiled is None, "the next prompt looks them up"
-        data = b"".join(bytes(buffer[a:b]) for a, b in map(reads.places[0].__getitem__, layer_spec(manifest, 0)))
-        assert wanted.endswith(data)
-    with store.read() as reader:
-        again = reader.version
-    with store.read() as reader:
-        assert reader.version == again
-
-
-def located(reader: StoreReader, reads: LayerReads) -> StoreReader:
-    reader.locate(reads)
-    return reader
-
-
-def store_chunk(store: ChunkStore, seed: int, codec: str = "float32") -> bytes:
-    manifest, blobs = make_chunk(seed, num_tokens=400, codec=codec)
-    store.put_chunk(manifest, blobs)
-    return manifest.key
 
 
 def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:
