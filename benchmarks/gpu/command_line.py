@@ -38,7 +38,8 @@ def ask(context: Context) -> Rows:
     asked = [q for q in questions() if q.across][:NUM_QUESTIONS]
     file = context.folder / "questions.jsonl"
     file.write_text("".join(json.dumps({"question": q.question}) + "\n" for q in asked), encoding="utf-8")
-    done, seconds = _commands(context, "ask", "--batch", str(file), "--max-tokens", "32")
+    blended = "--ratio", "0.15"  # a GPU may compute in full otherwise
+    done, seconds = _commands(context, "ask", "--batch", str(file), "--max-tokens", "32", *blended)
     answers = {}
     for device, (code, found, err) in done.items():
         answers[device] = [one["answer"] for one in found]
