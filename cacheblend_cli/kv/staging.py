@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from cacheblend_kernels import Slots, StagedChunk, StagedTensor, StoredLayers, layers_table
+from cacheblend_kernels import Slots, StagedChunk, StoredLayers, layers_table
 from torch import Tensor
 
 from cacheblend_cli.kv.loader import KVLoader
@@ -90,7 +90,7 @@ class Staging:
 
 def _staged(span: Segment, heads: Heads, start: int) -> StagedChunk:
     layout = layer_layout(span.codec, span.num_tokens, *heads)
-    tensors = {name: StagedTensor(start + at, dtype, shape) for name, (at, dtype, shape) in layout.tensors.items()}
+    tensors = {name: tensor._replace(start=start + tensor.start) for name, tensor in layout.tensors.items()}
     return StagedChunk(tensors, layout.num_bytes)
 
 

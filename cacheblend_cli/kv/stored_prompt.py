@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
-from cacheblend_kernels import Slots, StoredKV
+from cacheblend_kernels import Slots, StagedTensor, StoredKV
 from cacheblend_store import ChunkManifest, LayerReads, StoreError, Version
 from cacheblend_store.format.blobs import blob_spec
 from cacheblend_store.format.codecs import DTYPES, level_table
@@ -34,27 +34,22 @@ Heads = tuple[int, ...]
 class LayerLayout:
     """Tensors of a chunk's layer in memory, one after another. num_bytes: of the layer, to the next one."""
 
-    tensors: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]]  # start, dtype and shape
-    places: Mapping[str, tuple[int, int]]  # start and end
+    tensors: Mapping[str, StagedTensor]
     num_bytes: int
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of memory [num_bytes] uint8, in the shapes of `StoredKV`."""
-        found = {}
-        for name, (_, dtype, shape) in self.tensors.items():
-            tensor = memory[slice(*self.places[name])].view(dtype).view(shape)
-            found[name] = tensor if tensor.dim() > 1 else tensor[None]  # a scale per head
-        return found
+        found = {name: tensor.at(memory) for name, tensor in self.tensors.items()}
+        return {name: t if t.dim() > 1 else t[None] for name, t in found.items()}  # a scale per head
 
 
 @lru_cache(maxsize=1024)
 def layer_layout(codec: str, num_tokens: int, *heads: int) -> LayerLayout:
-    tensors, places, at = {}, {}, 0
+    tensors, at = {}, 0
     for name, spec in blob_spec(codec, num_tokens, *heads).items():
-        tensors[name] = at, DTYPES[spec.dtype], spec.shape
-        places[name] = at, at + spec.num_bytes
+        tensors[name] = StagedTensor(at, DTYPES[spec.dtype], spec.shape)
         at += spec.num_bytes + -spec.num_bytes % ALIGNMENT
-    return LayerLayout(tensors, places, at)
+    return LayerLayout(tensors, at)
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ class StoredChunk:
         if (heads, most) not in self.reads:
             layout, layers = layer_layout(self.manifest.codec, self.manifest.num_tokens, *heads), range(most)
             starts = [layout.num_bytes * layer for layer in layers]
-            places = [{n: (at + a, at + b) for n, (a, b) in layout.places.items()} for at in starts]
+            places = [{n: (at + t.start, at + t.end) for n, t in layout.tensors.items()} for at in starts]
             own = [group.layers for group in groups if group.heads == heads]
             self.reads[heads, most] = LayerReads(self.manifest, own, places)
         return self.reads[heads, most]

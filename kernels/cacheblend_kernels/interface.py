@@ -79,10 +79,13 @@ class StagedTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def at(self, data: Tensor, offset: int) -> Tensor:
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def at(self, data: Tensor, offset: int = 0) -> Tensor:
         """Return the tensor as a view of data [num_bytes] uint8. offset: bytes from the first layer to another one."""
-        num_bytes, start = math.prod(self.shape) * self.dtype.itemsize, self.start + offset
-        return data[start : start + num_bytes].view(self.dtype).view(self.shape)
+        return data[self.start + offset : self.end + offset].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ def test_full_prefills_are_estimated_from_two(times: tuple[tuple[int, float], ..
         assert estimate_full(speeds, work).prefill_s == pytest.approx(seconds, rel=0.01)
 
 
+def test_a_short_full_prefill_is_not_estimated_from_long_ones_alone(engine: Engine) -> None:
+    spec = engine.model.spec
+    speeds = full_speeds(spec, ((256, 0.015), (4096, 0.03), (8192, 0.062)))
+    work = Workload(spec.num_kv_layers, 512, 0, 0.0, 512, 256, 0, kv_share(spec))
+    assert 0.01 < estimate_full(speeds, work).prefill_s < 0.02
+
+
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_every_depth_can_be_probed(tmp_path: Path, layers: int) -> None:
     write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=layers)

@@ -430,6 +430,11 @@ def break_order_of_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stream, "wait_event", lambda *given: None)
 
 
+def break_first_transfer(patch: pytest.MonkeyPatch) -> None:
+    """Does not wait for the work queued before, nor lets that behind it wait."""
+    patch.setattr(Stream, "wait_stream", lambda *given: None)
+
+
 def break_buffers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transfer.CudaTransfer, "copied", lambda *given: None)
 
@@ -438,7 +443,9 @@ def break_fetch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Event, "synchronize", lambda *given: None)
 
 
-@pytest.mark.parametrize("fault", [None, break_join, break_order_of_copies, break_buffers, break_fetch])
+@pytest.mark.parametrize(
+    "fault", [None, break_join, break_order_of_copies, break_first_transfer, break_buffers, break_fetch]
+)
 def test_a_forgotten_wait_of_the_engine_is_found(fault: Any, tmp_path: Path) -> None:
     settings = {"host_cache": 0.0} if fault is break_buffers else {}  # chunks have no buffers of their own
     setup = Setup.write(tmp_path, model={"num_hidden_layers": 3}, **settings)

@@ -126,7 +126,6 @@ def test_a_source_without_versions_is_looked_up_and_forgets_nothing(
     """As one with a tier is."""
     bed.check(0, 1, 2)
     with monkeypatch.context() as unknown:
-        unknown.setattr(StoreReader, "version", None, raising=False)
         unknown.setattr(StoreReader, "__init__", lambda reader, pages, version=None: opened(reader, pages))
         seen.clear()
         bed.prefill(bed.engine, (0, 1, 3))

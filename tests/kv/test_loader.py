@@ -38,14 +38,14 @@ GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 def test_a_layers_tensors_are_aligned_and_apart(num_tokens: int, codec: str, heads: int, dim: int) -> None:
     layout, spec = layer_layout(codec, num_tokens, heads, dim), blob_spec(codec, num_tokens, heads, dim)
     memory, numbers = torch.zeros(layout.num_bytes, dtype=torch.uint8), dict(zip(spec, range(1, 9), strict=False))
-    assert list(layout.places) == list(spec)
-    for name, (start, end) in layout.places.items():
-        assert (start % ALIGNMENT, end - start) == (0, spec[name].num_bytes)
-        assert not memory[start:end].any()  # nobody else's
-        memory[start:end] = numbers[name]
-    for name, tensor in layout.views(memory).items():
-        assert tensor.shape[-len(spec[name].shape) :] == spec[name].shape
-        assert tensor.contiguous().view(torch.uint8).unique().tolist() == [numbers[name]]
+    assert list(layout.tensors) == list(spec)
+    for name, tensor in layout.tensors.items():
+        assert (tensor.start % ALIGNMENT, tensor.end - tensor.start) == (0, spec[name].num_bytes)
+        assert not memory[tensor.start : tensor.end].any()  # nobody else's
+        memory[tensor.start : tensor.end] = numbers[name]
+    for name, view in layout.views(memory).items():
+        assert view.shape[-len(spec[name].shape) :] == spec[name].shape
+        assert view.contiguous().view(torch.uint8).unique().tolist() == [numbers[name]]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,13 @@ def test_a_fault_while_loading_is_raised_and_leaves_nothing_open(
     assert torch.equal(stored.prefill(stored.keys[:4]).result.logits, good.result.logits)
 
 
+def zeros(decoder: Decoder, num_tokens: int) -> KVPool:
+    pool = KVPool.of(decoder, -(-num_tokens // 16), 16)
+    for tensor in pool.raw:
+        tensor.zero_()
+    return pool
+
+
 @pytest.mark.parametrize("codec", KV_DTYPES[1:])
 def test_a_gpu_loads_what_a_cpu_loads(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "library", lambda: None)  # its sums differ from torch's in the last bit
@@ -164,9 +171,7 @@ def test_a_gpu_loads_what_a_cpu_loads(tmp_path: Path, codec: str, monkeypatch: p
     plan = stored.prefill([stored.keys[i] for i in (4, 0, 2, 5, 1)]).plan
 
     def load(decoder: Decoder) -> list[torch.Tensor]:
-        pool = KVPool.of(decoder, -(-plan.num_tokens // 16), 16)
-        for tensor in pool.raw:
-            tensor.zero_()
+        pool = zeros(decoder, plan.num_tokens)
         with make_loader(decoder, stored.store, pool.new_sequence(plan.num_tokens), plan) as made:
             for layer in range(decoder.spec.num_kv_layers):
                 made.wait(layer)
@@ -212,8 +217,12 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
 
 def test_prompts_that_load_at_once_do_not_block_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread reads for both, into host buffers for two of four groups of layers; the second is needed first."""
+    monkeypatch.setattr(compiled, "library", lambda: None)
     stored = Stored(tmp_path, "int7")
-    plan = stored.prefill(stored.keys[:5]).plan
+    plan, on_cpu = stored.prefill(stored.keys[:5]).plan, stored.engine.model.decoder
+    expected = zeros(on_cpu, plan.num_tokens)
+    with make_loader(on_cpu, stored.store, expected.new_sequence(plan.num_tokens), plan) as made:
+        made.wait(on_cpu.spec.num_kv_layers - 1)
     monkeypatch.setattr(loader, "num_workers", lambda at_most: 1)
     with installed() as gpu:
         on_gpu = EngineConfig(model=str(tmp_path / "model"), device="cuda", attention_backend="torch", dtype="float32")
@@ -221,7 +230,7 @@ def test_prompts_that_load_at_once_do_not_block_each_other(tmp_path: Path, monke
         num_layers, pools = decoder.spec.num_kv_layers, list[KVPool]()
         loaders = list[KVLoader]()
         for _ in range(2):
-            pools.append(KVPool.of(decoder, -(-plan.num_tokens // 16), 16))
+            pools.append(zeros(decoder, plan.num_tokens))
             sequence = pools[-1].new_sequence(plan.num_tokens)
             loaders.append(make_loader(decoder, stored.store, sequence, plan).open())
         assert not loaders[0].is_ready(num_layers - 1)
@@ -231,5 +240,6 @@ def test_prompts_that_load_at_once_do_not_block_each_other(tmp_path: Path, monke
             assert made.is_ready(num_layers - 1)
             made.close()
         assert not gpu.errors
-        first, second = (pool.tensors[-1].cpu().flatten(0, 1)[: plan.num_tokens] for pool in pools)
-        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)  # NaN where nothing is stored
+        for pool in pools:
+            for ours, theirs in zip(pool.tensors, expected.tensors, strict=True):
+                assert torch.equal(ours.cpu(), theirs)

@@ -21,6 +21,7 @@ from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import GraphRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.rows import LEAST_KV_BUCKET, bucket
 from cacheblend_cli.prompt.plan import Segment, SegmentStatus
@@ -200,15 +201,19 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
 
 def prefill_times(runtime: Runtime) -> tuple[tuple[int, float], ...]:
     """Return (rows, seconds) of the full prefills that sized a GPU's pool; () on other devices."""
-    memory = runtime.memory() if runtime.decoder.device.type == "cuda" else None
+    memory = _gpu_memory(runtime)
     return () if memory is None or memory.profile is None else memory.profile.times
 
 
 def _missed_graphs(runtime: Runtime) -> int:
     """Return how many layers of prefills on a GPU had no graph yet."""
-    memory = runtime.memory() if runtime.decoder.device.type == "cuda" else None
+    memory = _gpu_memory(runtime)
     graphs = memory.runner.layer_graphs if memory is not None and isinstance(memory.runner, GraphRunner) else None
     return 0 if graphs is None else graphs.num_missed
+
+
+def _gpu_memory(runtime: Runtime) -> DeviceMemory | None:
+    return runtime.memory() if runtime.decoder.device.type == "cuda" else None
 
 
 def _in_full(request: Request) -> Request:

@@ -6,7 +6,6 @@ positions, cast, scatter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -385,7 +384,7 @@ def _form_of(stored: StoredLayers, num_layers: int) -> Form:
 def _staged(chunk: StagedChunk) -> _Staged:
     starts = (*(t.start for t in chunk.tensors.values()), chunk.layer_bytes)
     check(not any(start % ALIGNMENT for start in starts), f"tensors start at {starts}, not multiples of {ALIGNMENT}")
-    end = max(t.start + math.prod(t.shape) * t.dtype.itemsize for t in chunk.tensors.values())
+    end = max(t.end for t in chunk.tensors.values())
     found = _Staged(_only(_form(chunk.tensors)), chunk.num_rows, end, chunk.layer_bytes)
     chunk.__dict__["_staged"] = found
     return found
