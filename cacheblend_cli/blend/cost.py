@@ -102,15 +102,14 @@ def learn(
     speeds: Speeds,
     predicted_s: float,
     computed_s: float,
-    kv_bytes: int,
-    load_s: float,
+    loaded: tuple[int, float],
     rest_s: float,
     is_measured: bool = True,
 ) -> Speeds:
     """Return the speeds updated with one more prefill, as running averages.
 
-    predicted_s and computed_s: estimated and measured compute time; kv_bytes, load_s: bytes loaded and seconds (0:
-    nothing loaded); rest_s: from the end of the prefill to the first token. is_measured: the first speeds were
+    predicted_s and computed_s: estimated and measured compute time; loaded: bytes of KV and seconds, 0 bytes if none
+    was; rest_s: from the end of the prefill to the first token. is_measured: the first speeds were
     measured, which counts as one prefill. Otherwise the first prefill replaces them, and slower ones after it count
     little, since kernels are compiled and graphs captured in some of them.
     """
@@ -119,7 +118,7 @@ def learn(
     if share < 1:
         share = _NEW if factor > 1 and not is_measured else share
         factor = min(_MOST, max(1 / _MOST, factor)) ** share  # limits the influence of one outlier
-    bytes_per_s = speeds.bytes_per_s
+    bytes_per_s, (kv_bytes, load_s) = speeds.bytes_per_s, loaded
     if kv_bytes and load_s > 0:
         found = kv_bytes / load_s
         bytes_per_s = found if math.isinf(bytes_per_s) else bytes_per_s ** (1 - share) * found**share

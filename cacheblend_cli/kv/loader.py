@@ -33,7 +33,7 @@ class KVLoader:
 
     @property
     def load_s(self) -> float:
-        """Seconds from the start until the last layer was loaded."""
+        """Seconds from the start, on a GPU from the first copy to it, until the last layer was loaded."""
         return 0.0
 
     @property

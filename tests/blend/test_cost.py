@@ -20,6 +20,7 @@ from cacheblend_cli.blend.cost import (
 )
 from cacheblend_cli.types import Speeds, Workload
 
+NOTHING = (0, 0.0)  # loaded
 SPEEDS = Speeds(layer_s=1e-4, row_s=1e-5, pair_s=1e-9, head_s=1e-4, bytes_per_s=1e9)
 WORK = Workload(
     num_layers=24, total=4096, inexact=3000, inexact_keys=2500, fresh=64, fresh_keys=4064, kv_bytes=24 * 4_000_000,
@@ -195,7 +196,7 @@ def test_speeds_are_learnt_from_what_happened() -> None:
 
     def once(speeds: Speeds, slower: float = 1.0) -> Speeds:
         told, real = estimate(speeds, WORK, 0.2), estimate(true, WORK, 0.2)
-        return learn(speeds, told.compute_s, real.compute_s * slower, WORK.kv_bytes, real.load_s * slower, 0.003)
+        return learn(speeds, told.compute_s, real.compute_s * slower, (WORK.kv_bytes, real.load_s * slower), 0.003)
 
     for _ in range(60):
         speeds = once(speeds)
@@ -203,15 +204,15 @@ def test_speeds_are_learnt_from_what_happened() -> None:
     assert speeds.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.1)
     assert speeds.rest_s == pytest.approx(0.003, rel=0.05)
     assert (speeds.prefills, speeds.not_loaded) == (60, 0)
-    full = learn(speeds, 1.0, 1.0, 0, 0.0, 0.0)
+    full = learn(speeds, 1.0, 1.0, NOTHING, 0.0)
     assert (full.not_loaded, full.bytes_per_s) == (1, speeds.bytes_per_s)
     odd = once(speeds, slower=100.0)
     assert odd.row_s < 1.2 * speeds.row_s
-    guess = learn(SPEEDS, 1.0, 50.0, 0, 0.0, 0.0, is_measured=False)
+    guess = learn(SPEEDS, 1.0, 50.0, NOTHING, 0.0, is_measured=False)
     assert guess.row_s == pytest.approx(50 * SPEEDS.row_s), "the first prefill is right, not the guess"
-    slower, faster = (learn(guess, 50.0, s, 0, 0.0, 0.0, is_measured=False).row_s for s in (500.0, 25.0))
+    slower, faster = (learn(guess, 50.0, s, NOTHING, 0.0, is_measured=False).row_s for s in (500.0, 25.0))
     assert slower < 1.2 * guess.row_s, "it may have captured graphs"
     assert faster < 0.75 * guess.row_s
-    first = learn(replace(SPEEDS, bytes_per_s=math.inf), 1.0, 1.0, 1000, 0.1, 0.0)
+    first = learn(replace(SPEEDS, bytes_per_s=math.inf), 1.0, 1.0, (1000, 0.1), 0.0)
     assert first.bytes_per_s == 10_000  # the first measure is taken as it is
-    assert learn(SPEEDS, 1.0, 1.0, 0, 0.0, 0.0).bytes_per_s == SPEEDS.bytes_per_s
+    assert learn(SPEEDS, 1.0, 1.0, NOTHING, 0.0).bytes_per_s == SPEEDS.bytes_per_s

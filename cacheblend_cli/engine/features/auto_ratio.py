@@ -172,7 +172,7 @@ class Controller:
         computed_s = prefill_s - loader.stall_s
         load_s = min(loader.load_s, prefill_s)  # not with the decode steps of other answers between its layers
         loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, load_s)
-        self._keep(learn(speeds, predicted.compute_s, computed_s, *loaded, rest_s, is_measured))
+        self._keep(learn(speeds, predicted.compute_s, computed_s, loaded, rest_s, is_measured))
 
     @property
     def _file(self) -> Path:

@@ -43,8 +43,9 @@ Arguments = TypeVarTuple("Arguments")
 
 
 def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
-    """Wrap a check so that it is skipped for arguments that match earlier ones that passed. Arguments match if tensors
-    have the same shape, dtype, strides and device, and all other values are equal. A dataclass keeps its signature."""
+    """Wrap a check so that it is skipped for arguments that match earlier ones that passed. Arguments match if tensors,
+    also in tuples that begin with one, have the same shape, dtype, strides and device, and all other values are equal.
+    A dataclass keeps its signature."""
     passed: set[tuple[Any, ...]] = set()
 
     @wraps(check)
@@ -68,6 +69,8 @@ def _signature(value: Any) -> Any:
         if known is None:
             known = value.__dict__["_signature"] = tuple(map(_signature, vars(value).values()))
         return known
+    if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+        return tuple(map(_signature, value))
     return value
 
 

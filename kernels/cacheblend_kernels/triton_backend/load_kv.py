@@ -261,8 +261,8 @@ def load_layers(stored: StoredLayers, caches: Sequence[LayerCache], slots: Slots
         return num_rows == 0
     where, form = _where(slots, num_rows, cache), _form_of(stored, len(caches))
     levels, chunks_of = (stored.k_levels, stored.v_levels), (stored.row_chunks, stored.table)
-    given = (stored.data, *chunks_of, *levels, slots.cos, slots.sin, where)
-    _check_layers(form, len(stored.chunks), stored.first_head, cache, *given)
+    given, rotation = (stored.data, *chunks_of, *levels), (slots.cos, slots.sin, where)
+    _check_layers(form, len(stored.chunks), stored.first_head, cache, given, rotation)
     of_name = {name: _viewed(stored.data, dtype) for name, (dtype, _) in form}
     (dtype, (num_heads, _)), tensors = form[0][1], tuple(of_name.get(name) for name in STORED)
     source = _Source(tensors, levels, _codec(dtype), num_heads, stored.first_head, *chunks_of)
@@ -446,24 +446,20 @@ def _check_layers(
     num_chunks: int,
     first_head: int,
     cache: LayerCache,
-    data: Tensor,
-    row_chunks: Tensor,
-    table: Tensor,
-    k_levels: Tensor | None,
-    v_levels: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor | None,
+    stored: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    where: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:
-    """Check the inputs, see `_check`."""
+    """Check the inputs, see `_check`. stored: data, row_chunks, table and levels of `StoredLayers`; where: cos, sin and
+    slots."""
+    data, row_chunks, table, *levels = stored
     check_tensor("data", data, (len(data) // ALIGNMENT * ALIGNMENT,), torch.uint8)
     check_tensor("row_chunks", row_chunks, (len(row_chunks),), torch.int32)
     check_tensor("table", table, (num_chunks, 7), torch.int64)
     (num_heads, *_), (num_kv_heads, head_dim) = form[0][1][1], cache.k.shape[2:]
     check(first_head + num_kv_heads <= num_heads, f"heads from {first_head} on: {num_heads} are stored")
-    _check_form(form, num_heads, head_dim, (k_levels, v_levels))
-    _check_target(cache, len(row_chunks), cos, sin, slots)
-    check_device(data, row_chunks, table, k_levels, v_levels, *tensors_of(cache), cos, sin, slots)
+    _check_form(form, num_heads, head_dim, (levels[0], levels[1]))
+    _check_target(cache, len(row_chunks), *where)
+    check_device(*stored, *tensors_of(cache), *where)
 
 
 def _check_target(cache: LayerCache, num_rows: int, cos: Tensor, sin: Tensor, slots: Tensor | None) -> None:
